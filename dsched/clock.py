@@ -1,0 +1,49 @@
+"""Time as an argument: the only module that may read the machine's clock."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """A source of monotonic time."""
+
+    def now_ns(self) -> int:
+        """Monotonic time in nanoseconds since an arbitrary origin."""
+        ...
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+
+def wall_time_s() -> int:
+    """Seconds since 1970, for fields that a client reads (`created`). Never used to decide."""
+    return int(time.time())
+
+
+class ManualClock:
+    """A clock that stands still until it is told to move.
+
+    >>> clock = ManualClock()
+    >>> clock.advance_to(5)
+    >>> clock.now_ns()
+    5
+    >>> clock.advance_to(4)
+    Traceback (most recent call last):
+        ...
+    ValueError: time cannot go back: 5 ns -> 4 ns
+    """
+
+    def __init__(self, start_ns: int = 0) -> None:
+        self._now_ns = start_ns
+
+    def now_ns(self) -> int:
+        return self._now_ns
+
+    def advance_to(self, time_ns: int) -> None:
+        if time_ns < self._now_ns:
+            raise ValueError(f"time cannot go back: {self._now_ns} ns -> {time_ns} ns")
+        self._now_ns = time_ns

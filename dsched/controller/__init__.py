@@ -1,0 +1,1 @@
+"""The control plane: drain events, apply them, plan once, check, hand out."""

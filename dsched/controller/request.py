@@ -1,0 +1,66 @@
+"""A request as the controller sees it, and the stream that its caller hears.
+
+The front door (or the simulator's workload) makes an `InferenceRequest`; the controller answers
+through the `RequestStream` given with it: tokens in order, each once, then exactly one terminal
+call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dsched.drivers.base import FinishReason
+from dsched.drivers.wire import SamplingParams, TokenLogprob
+from dsched.ids import DpRank, RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceRequest:
+    """One accepted request: tokens in."""
+
+    request_id: RequestId
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    pinned_dp_rank: DpRank | None = None
+    """From `X-data-parallel-rank`: only ranks with this number are candidates."""
+    priority: int = 0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFinish:
+    """The good end of a request. Counts are for `usage`."""
+
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+
+
+class RequestStream(Protocol):
+    """What the caller of a request hears. Methods must not raise and must not block."""
+
+    def on_tokens(
+        self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> None:
+        """Output tokens `first_index`, `first_index + 1`, ... of the request; never a gap."""
+        ...
+
+    def on_finish(self, finish: RequestFinish) -> None: ...
+
+    def on_error(self, error: "RequestError") -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestError:
+    """The bad end of a request, in words that a client can act on."""
+
+    status: int
+    """HTTP status that fits: 400 bad input, 404 unknown model, 429 full, 502 engine lost,
+    503 no engine up."""
+    code: str
+    """Short machine-readable name, e.g. `engine_lost`, `no_engine`, `overloaded`."""
+    message: str
+    retry_after_s: int | None = None
+    param: str | None = None

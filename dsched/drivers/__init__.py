@@ -1,0 +1,1 @@
+"""The driver contract, the wire messages, and one folder per engine."""

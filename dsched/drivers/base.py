@@ -1,0 +1,135 @@
+"""The driver contract: what dsched asks of an engine, and what it is told.
+
+A driver translates between one engine and dsched's words, and decides nothing. The same contract
+holds for the simulator, for vLLM and for SGLang; `tests/conformance` checks each.
+
+Calls never block and never raise for what the engine does: an answer arrives at the `AttemptSink`
+or `EngineListener` that was given, always on the thread (event loop or simulation loop) that owns
+the driver. For every accepted `generate` the sink gets token chunks and then **exactly one** of
+`on_finish` or `on_failure`, also after `abort` and when the engine dies. After that it is never
+called again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from dsched.drivers.wire import GenerateCommand, RankReport, TokenLogprob
+from dsched.errors import DriverError
+from dsched.ids import AttemptId, DpRank, EngineId
+
+
+class FinishReason(StrEnum):
+    """Why an attempt ended well."""
+
+    STOP = "stop"
+    """End-of-sequence token or a stop token id."""
+    LENGTH = "length"
+    """`max_tokens` or the model's context was reached."""
+    ABORT = "abort"
+    """`abort` was called; no token follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFinish:
+    """The good end of an attempt."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    """The token that ended it, if it was not handed out as output."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from prefix reuse."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """What an engine can do; what it cannot is refused before it is asked."""
+
+    can_stream_logprobs: bool = False
+    can_seed: bool = False
+    can_structured_output: bool = False
+    can_steer_dp_rank: bool = False
+    can_migrate: bool = False
+    has_load_reports: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """What an engine is, as it says itself. Constant during one incarnation."""
+
+    engine_id: EngineId
+    kind: str
+    """`sim`, `vllm` or `sglang`."""
+    model: str
+    max_model_len: int
+    vocab_size: int | None
+    num_dp_ranks: int
+    kv_capacity_tokens: int
+    """KV tokens one DP rank can hold."""
+    max_running_requests: int
+    """Requests one DP rank runs at once."""
+    capabilities: EngineCapabilities
+
+
+class AttemptSink(Protocol):
+    """Receives the answer of one attempt. Methods must not raise and must not block."""
+
+    def on_tokens(
+        self, attempt_id: AttemptId, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> None:
+        """One or more output tokens, in order. `logprobs`, where asked for, has equal length."""
+        ...
+
+    def on_finish(self, attempt_id: AttemptId, finish: AttemptFinish) -> None: ...
+
+    def on_failure(self, attempt_id: AttemptId, error: DriverError) -> None:
+        """The attempt ended badly: engine lost, refused, or answered what it must not."""
+        ...
+
+
+class EngineListener(Protocol):
+    """Receives what an engine says of itself. Methods must not raise and must not block."""
+
+    def on_engine_up(self, description: EngineDescription) -> None:
+        """The engine answers and can serve. Also after each restart of the engine."""
+        ...
+
+    def on_engine_down(self, engine_id: EngineId, reason: str) -> None:
+        """The engine cannot serve now. Its attempts get their own `on_failure`."""
+        ...
+
+    def on_report(self, report: RankReport) -> None: ...
+
+
+class Driver(Protocol):
+    """One engine, as dsched sees it."""
+
+    @property
+    def engine_id(self) -> EngineId: ...
+
+    def start(self, listener: EngineListener) -> None:
+        """Begin to watch the engine. The listener hears of it when it is up; never raises for an
+        engine that is not there yet."""
+        ...
+
+    def generate(self, command: GenerateCommand, sink: AttemptSink) -> None:
+        """Start an attempt. `command.dp_rank` must exist; one attempt id is used once."""
+        ...
+
+    def abort(self, attempt_id: AttemptId) -> None:
+        """Stop an attempt and free what it holds. Unknown and ended ids are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Abort what runs and release all resources. The engine lives on unless this driver
+        started it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTarget:
+    """Where a plan sends an attempt."""
+
+    engine_id: EngineId
+    dp_rank: DpRank

@@ -1,0 +1,147 @@
+"""Messages between dsched and the agents inside engines, and what a request is made of.
+
+Everything here is `msgspec.Struct`, frozen, keyword-only, and refuses unknown fields; on the wire
+it is MessagePack. One union, `AgentMessage`, is what an agent publishes; it is tagged by type, so
+a reader of an older version says which message it does not know.
+
+Counts are tokens or requests, never fractions or blocks; durations are integer nanoseconds.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+WIRE_VERSION = 1
+"""Raised when a message changes meaning. An agent of another version is refused by name."""
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class SamplingParams(Wire, omit_defaults=True):
+    """How the engine chooses tokens. OpenAI's names; `None` means the engine's default."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    """Output tokens at most, already limited to what the model's context leaves."""
+    min_tokens: Count = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: Count | None = None
+    """Alternatives a token to report; 0 reports the chosen token only."""
+    structured_output: dict[str, Any] | None = None
+    """The OpenAI `response_format` value, passed on to engines that can enforce it."""
+
+
+class TokenLogprob(Wire):
+    """Log-probability of one emitted token and of its best alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of the best alternatives, best first."""
+
+
+class GenerateCommand(Wire):
+    """Compute one attempt of one request on one DP rank."""
+
+    attempt_id: str
+    epoch: Count
+    """Membership epoch that the routing decision was made for."""
+    dp_rank: Count
+    prompt_token_ids: tuple[int, ...]
+    """Prompt; after a handoff also the tokens that were emitted before it."""
+    sampling: SamplingParams
+    priority: int = 0
+
+
+class RankReport(Wire, tag="report"):
+    """Load of one DP rank after a step. Published at every step that changed it, and when idle
+    once a second."""
+
+    engine_id: str
+    incarnation: str
+    """Drawn at each start of the agent; a report of an older incarnation is dropped."""
+    dp_rank: Count
+    seq: Count
+    """Raised by one at every report of this incarnation and rank."""
+    step: Count
+    """Steps completed since the start."""
+    num_running: Count
+    num_waiting: Count
+    num_kv_tokens: Count
+    """KV tokens held by running requests."""
+    num_waiting_prefill_tokens: Count
+    """Prompt tokens that waiting and running requests still have to compute."""
+    kv_capacity_tokens: Count
+    step_ns: Count
+    """Duration of the last step; 0 when idle."""
+    num_step_tokens: Count = 0
+    """Tokens computed in the last step, prefill and decode together."""
+
+
+class AgentHello(Wire, tag="hello"):
+    """What an agent says first, and again whenever dsched asks."""
+
+    wire_version: int = WIRE_VERSION
+    dsched_version: str
+    engine_id: str
+    incarnation: str
+    engine: str
+    """`vllm`, `sglang` or `sim`."""
+    engine_version: str
+    model: str
+    max_model_len: Annotated[int, Meta(ge=1)]
+    dp_rank: Count
+    num_dp_ranks: Annotated[int, Meta(ge=1)]
+    kv_capacity_tokens: Count
+    kv_block_tokens: Annotated[int, Meta(ge=1)] = 1
+    max_running_requests: Annotated[int, Meta(ge=1)]
+    features: tuple[str, ...] = ()
+    """Hooks that are attached, e.g. `chunk_budget`, `verify_length`, `eplb`."""
+    missing: tuple[str, ...] = ()
+    """Hooks that could not be attached; each turns off just its feature."""
+
+
+class AgentGoodbye(Wire, tag="goodbye"):
+    """The engine stops on purpose."""
+
+    engine_id: str
+    incarnation: str
+    dp_rank: Count
+
+
+AgentMessage = RankReport | AgentHello | AgentGoodbye
+
+
+class SetStepBudget(Wire, tag="set_step_budget"):
+    """Change the time budget of a step; `None` returns to the engine's own rule."""
+
+    epoch: Count
+    step_budget_ns: Count | None
+
+
+class AbortAttempts(Wire, tag="abort"):
+    """Stop computing these attempts, by exact id."""
+
+    epoch: Count
+    attempt_ids: tuple[str, ...]
+
+
+class SayHello(Wire, tag="say_hello"):
+    """Ask for an `AgentHello`."""
+
+
+AgentCommand = SetStepBudget | AbortAttempts | SayHello
