@@ -5,11 +5,11 @@ through the `RequestStream` given with it: tokens in order, each once, then exac
 call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dsched.drivers.base import FinishReason
+from dsched.drivers.base import EngineCapabilities, FinishReason
 from dsched.drivers.wire import SamplingParams, TokenLogprob
 from dsched.ids import DpRank, RequestId
 
@@ -64,3 +64,38 @@ class RequestError:
     message: str
     retry_after_s: int | None = None
     param: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A model that the cluster serves, or would serve if an engine were up."""
+
+    name: str
+    max_model_len: int | None
+    """Tokens of prompt and output together; `None` until an engine has said."""
+    vocab_size: int | None
+    is_available: bool
+    """At least one rank that can serve it is up."""
+    capabilities: EngineCapabilities
+    """What every engine of the pool can do."""
+
+
+class ControlPlane(Protocol):
+    """The controller, as the front door calls it. Nothing here blocks or raises for bad luck."""
+
+    def submit(self, request: InferenceRequest, stream: RequestStream) -> None:
+        """Take a request; the answer comes through `stream`, possibly during this call."""
+        ...
+
+    def cancel(self, request_id: RequestId) -> None:
+        """The client went away: abort in the engine, free the booking. The stream hears no more.
+        Unknown and ended ids are ignored."""
+        ...
+
+    def models(self) -> Mapping[str, ModelInfo]:
+        """Every configured model by name, also those without a live engine."""
+        ...
+
+    def not_ready_reason(self) -> str | None:
+        """`None` when requests can be served, else a sentence that says why not."""
+        ...

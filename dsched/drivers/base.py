@@ -76,7 +76,10 @@ class AttemptSink(Protocol):
     """Receives the answer of one attempt. Methods must not raise and must not block."""
 
     def on_tokens(
-        self, attempt_id: AttemptId, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+        self,
+        attempt_id: AttemptId,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] | None,
     ) -> None:
         """One or more output tokens, in order. `logprobs`, where asked for, has equal length."""
         ...
