@@ -52,7 +52,7 @@ class RegistryError(DschedError):
 
 
 class JournalError(DschedError):
-    """The token journal cannot be written. dsched serves on, says so, and promises no durability."""
+    """The token journal cannot be written. dsched serves on and promises no durability."""
 
 
 class InvariantError(DschedError):

@@ -22,7 +22,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Base of all messages."""
 
 
-class SamplingParams(Wire, omit_defaults=True):
+class SamplingParams(Wire, frozen=True, kw_only=True, omit_defaults=True):
     """How the engine chooses tokens. OpenAI's names; `None` means the engine's default."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
@@ -45,7 +45,7 @@ class SamplingParams(Wire, omit_defaults=True):
     """The OpenAI `response_format` value, passed on to engines that can enforce it."""
 
 
-class TokenLogprob(Wire):
+class TokenLogprob(Wire, frozen=True, kw_only=True):
     """Log-probability of one emitted token and of its best alternatives."""
 
     token_id: int
@@ -54,7 +54,7 @@ class TokenLogprob(Wire):
     """(token id, logprob) of the best alternatives, best first."""
 
 
-class GenerateCommand(Wire):
+class GenerateCommand(Wire, frozen=True, kw_only=True):
     """Compute one attempt of one request on one DP rank."""
 
     attempt_id: str
@@ -67,7 +67,7 @@ class GenerateCommand(Wire):
     priority: int = 0
 
 
-class RankReport(Wire, tag="report"):
+class RankReport(Wire, frozen=True, kw_only=True, tag="report"):
     """Load of one DP rank after a step. Published at every step that changed it, and when idle
     once a second."""
 
@@ -92,7 +92,7 @@ class RankReport(Wire, tag="report"):
     """Tokens computed in the last step, prefill and decode together."""
 
 
-class AgentHello(Wire, tag="hello"):
+class AgentHello(Wire, frozen=True, kw_only=True, tag="hello"):
     """What an agent says first, and again whenever dsched asks."""
 
     wire_version: int = WIRE_VERSION
@@ -115,7 +115,7 @@ class AgentHello(Wire, tag="hello"):
     """Hooks that could not be attached; each turns off just its feature."""
 
 
-class AgentGoodbye(Wire, tag="goodbye"):
+class AgentGoodbye(Wire, frozen=True, kw_only=True, tag="goodbye"):
     """The engine stops on purpose."""
 
     engine_id: str
@@ -126,21 +126,21 @@ class AgentGoodbye(Wire, tag="goodbye"):
 AgentMessage = RankReport | AgentHello | AgentGoodbye
 
 
-class SetStepBudget(Wire, tag="set_step_budget"):
+class SetStepBudget(Wire, frozen=True, kw_only=True, tag="set_step_budget"):
     """Change the time budget of a step; `None` returns to the engine's own rule."""
 
     epoch: Count
     step_budget_ns: Count | None
 
 
-class AbortAttempts(Wire, tag="abort"):
+class AbortAttempts(Wire, frozen=True, kw_only=True, tag="abort"):
     """Stop computing these attempts, by exact id."""
 
     epoch: Count
     attempt_ids: tuple[str, ...]
 
 
-class SayHello(Wire, tag="say_hello"):
+class SayHello(Wire, frozen=True, kw_only=True, tag="say_hello"):
     """Ask for an `AgentHello`."""
 
 
