@@ -1,0 +1,381 @@
+"""Configuration: what an operator can set, as one tree of frozen structs.
+
+`Config` is the whole tree; `dsched.config_load` reads it (file < environment < flag), and every key
+is also a flag (`front_door.port` is `--front-door-port`) and a variable (`DSCHED_FRONT_DOOR_PORT`).
+Units are in the names. `null` means the default, so a field whose type allows `None` defaults to
+`None`; `0`, `""` and `[]` are values like any other.
+
+The text under a field is its documentation everywhere: `dsched run --help` prints its first
+sentence, and `docs/operations.md` is checked against the fields. For a limit it says what goes
+wrong above and below. This is the only module that reads the environment. It imports nothing but
+`msgspec` and the base layer, so that an agent inside an engine can afford it.
+"""
+
+import os
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from dsched.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "DSCHED_"
+
+BUILTIN_ROUTING_POLICIES = ("two_term", "least_requests", "least_kv")
+"""Routing policies that need no `module:Class`."""
+
+AGENT_VARIABLES = ("DSCHED_ENDPOINT", "DSCHED_ENGINE_ID", "DSCHED_AGENT_QUEUE")
+"""Variables that an agent inside an engine reads; they are not config keys."""
+
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+"""TCP port; 0 lets the system choose a free one, which the log then names."""
+
+PositiveInt = Annotated[int, Meta(ge=1, le=1 << 53)]
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Seconds = Annotated[float, Meta(gt=0, le=604_800)]
+"""A duration between a moment and a week."""
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every part of the configuration."""
+
+
+class FrontDoorConfig(Section, frozen=True, kw_only=True):
+    """The OpenAI-compatible HTTP server that clients talk to."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. `0.0.0.0` opens it to the network, without authentication."""
+    port: Port = 8000
+    """Port to listen on; 0 chooses a free one."""
+    max_body_bytes: PositiveInt = 8 * 1024 * 1024
+    """Largest request body. Below: long prompts get 413. Above: a few clients can fill the
+    memory, and parsing one body delays every stream."""
+    max_header_bytes: Annotated[int, Meta(ge=1_024, le=1 << 20)] = 32 * 1024
+    """Largest request line and headers together. Below: large cookies or tokens get 431. Above: a
+    client that never ends its headers holds that much memory."""
+    header_timeout_s: Seconds = 10.0
+    """Time for a client to send its headers. Below: slow links are cut off. Above: idle
+    half-requests hold connections."""
+    body_timeout_s: Seconds = 60.0
+    """Time for a client to send its body. Below: long prompts over slow links are cut off. Above:
+    a slow writer holds a connection and its buffer."""
+    keep_alive_timeout_s: Seconds = 75.0
+    """Time a connection may wait for its next request. Below: clients reconnect often, and one
+    behind a proxy with a longer timeout sees resets. Above: idle connections hold descriptors."""
+    max_connections: PositiveInt = 16_384
+    """Connections open at once. Below: clients are refused while there is room. Above: the process
+    may run out of file descriptors, and then cannot reach its engines either."""
+    max_open_requests: PositiveInt = 8_192
+    """Requests in work at once, streams included. Below: clients get 429 while engines have room.
+    Above: more prompts and streams in memory than the process can serve in time."""
+    write_buffer_bytes: Annotated[int, Meta(ge=4_096, le=1 << 30)] = 256 * 1024
+    """Unsent bytes of one stream before its client counts as slow. Below: short stalls of the
+    network count. Above: many slow clients fill the memory."""
+    slow_reader_timeout_s: Seconds = 30.0
+    """Time a slow client may stay slow before its request is aborted. Below: phones on trains lose
+    their answers. Above: engines compute for clients that do not read."""
+    stop_grace_s: Annotated[float, Meta(ge=0, le=604_800)] = 30.0
+    """Time that open streams get to end after SIGTERM. Below: answers are cut. Above: a restart
+    takes as long as the longest answer."""
+    server_header: str = "dsched"
+    """Value of the `Server` response header; empty leaves the header out."""
+
+
+class AdminConfig(Section, frozen=True, kw_only=True):
+    """The admin API, which has no authentication: keep it on a private address."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 8001
+    """Port to listen on; 0 chooses a free one."""
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """The model that every engine of a pool serves."""
+
+    name: str
+    """Name that clients send as `model`."""
+    tokenizer: str | None = None
+    """Folder or `tokenizer.json` file; default: what the engine says of its model."""
+    chat_template: str | None = None
+    """Jinja file that renders chat messages; default: the template beside the tokenizer."""
+    max_model_len: PositiveInt | None = None
+    """Tokens of prompt and answer together; default: what the engine says. Below the engine's
+    own value long requests are refused; above it the engine refuses them."""
+
+
+class EngineConfig(Section, frozen=True, kw_only=True):
+    """One engine of a pool. Hints hold until the engine reports its own values."""
+
+    id: str | None = None
+    """Unique name in the cluster; default: pool name and position, `decode-0`. An agent in the
+    engine must use the same name."""
+    kind: Literal["sim", "vllm", "sglang"] = "vllm"
+    """What it runs. `sim` is simulated inside dsched and takes no `url`."""
+    url: str | None = None
+    """Where a running engine answers, as `http://host:port`; a trailing `/` or `/v1` is dropped."""
+    model: str | None = None
+    """Name that this engine itself calls the model by; default: the pool's name for it."""
+    num_dp_ranks: Annotated[int, Meta(ge=1, le=4_096)] | None = None
+    """DP ranks of the engine; default: what it says, else 1. Below: ranks get nothing. Above:
+    requests are steered to ranks that do not exist and refused."""
+    kv_capacity_tokens: PositiveInt | None = None
+    """KV tokens one DP rank holds; default: what it says. Below: capacity stays unused. Above:
+    the engine preempts."""
+    max_running_requests: PositiveInt | None = None
+    """Requests one DP rank runs at once; default: what it says. Below: the rank idles. Above:
+    requests wait inside the engine, where they cannot be moved."""
+
+
+class PoolConfig(Section, frozen=True, kw_only=True):
+    """Engines that do the same work for one model."""
+
+    role: Literal["combined", "prefill", "decode"] = "combined"
+    """Which part of a request they compute. A `prefill` pool needs a `decode` pool."""
+    model: ModelConfig
+    """What the pool serves."""
+    engines: tuple[EngineConfig, ...]
+    """At least one."""
+
+
+class LaunchConfig(Section, frozen=True, kw_only=True):
+    """Engines that dsched starts itself, on this machine, when no pool is configured."""
+
+    engine: Literal["sim", "vllm", "sglang"] = "sim"
+    """What to start: simulated engines inside dsched, or real ones as child processes."""
+    model: str | None = None
+    """Model folder for `vllm` and `sglang`."""
+    replicas: Annotated[int, Meta(ge=1, le=1_024)] = 2
+    """Engines to start. More than the machine has devices or memory for: they fail to start."""
+    args: tuple[str, ...] = ()
+    """Further command-line arguments for each engine, as a YAML list."""
+    python: str | None = None
+    """Interpreter of the environment that has the engine; default: the one dsched runs in."""
+    ready_timeout_s: Seconds = 600.0
+    """Time an engine may take to load. Below: large models are given up too early. Above: a
+    broken start is noticed late."""
+
+
+class SimConfig(Section, frozen=True, kw_only=True):
+    """Simulated engines: size and the affine cost of their steps."""
+
+    model: str = "dsched-sim"
+    """Name that clients send as `model`."""
+    num_dp_ranks: Annotated[int, Meta(ge=1, le=4_096)] = 2
+    """DP ranks of each engine; they step together, as long as the slowest."""
+    kv_capacity_tokens: PositiveInt = 262_144
+    """KV tokens one DP rank holds. Below the longest request: it is refused."""
+    max_running_requests: PositiveInt = 256
+    """Requests one DP rank runs at once. Below: ranks idle. Above: steps get long."""
+    max_model_len: Annotated[int, Meta(ge=2, le=1 << 30)] = 131_072
+    """Tokens of prompt and answer together."""
+    chunk_tokens: PositiveInt = 2_048
+    """Prompt tokens one DP rank computes in a step. Below: long prompts wait many steps. Above:
+    running requests wait for long steps."""
+    step_base_us: Annotated[float, Meta(gt=0, le=60_000_000)] = 15_000.0
+    """Time of a step that computes nothing, in microseconds."""
+    request_cost_us: Annotated[float, Meta(ge=0, le=60_000_000)] = 200.0
+    """Time each running request adds to a step, in microseconds."""
+    kv_token_cost_ns: Annotated[float, Meta(ge=0, le=1_000_000_000)] = 26.0
+    """Time each KV token adds to a step, in nanoseconds."""
+    prefill_token_cost_us: Annotated[float, Meta(ge=0, le=60_000_000)] = 30.0
+    """Time each computed prompt token adds to a step, in microseconds."""
+
+
+class RoutingConfig(Section, frozen=True, kw_only=True):
+    """Which DP rank a request goes to, and what waits when no rank has room."""
+
+    policy: str = "two_term"
+    """`two_term`, `least_requests`, `least_kv`, or a policy of your own as `module:Class`."""
+    policy_args: dict[str, bool | int | float | str] = {}
+    """Keyword arguments for a policy of your own, as a YAML mapping."""
+    request_cost_us: Annotated[float, Meta(ge=0, le=60_000_000)] = 200.0
+    """Step time that one more running request costs, in microseconds: the first term. Too low
+    against the second: ranks fill with many short requests."""
+    kv_token_cost_ns: Annotated[float, Meta(ge=0, le=1_000_000_000)] = 26.0
+    """Step time that one more KV token costs, in nanoseconds: the second term. Too low against
+    the first: a long context shares its rank with too many others."""
+    max_queued_requests: Count = 4_096
+    """Requests that wait at the router for a rank; 0 refuses at once. Below: bursts get 429.
+    Above: clients wait for answers that come too late to be of use."""
+    queue_timeout_s: Seconds = 120.0
+    """Time a request may wait for a rank before it ends with 503. Below: short overloads become
+    errors. Above: clients give up first, and their work is done for nobody."""
+    report_stale_s: Seconds = 3.0
+    """Age at which a load report no longer counts and dsched's own bookings decide. Below: idle
+    ranks, which report once a second, count as silent. Above: old loads decide."""
+
+
+class AgentConfig(Section, frozen=True, kw_only=True):
+    """The socket that agents inside engines publish their load to."""
+
+    endpoint: str = "tcp://127.0.0.1:8002"
+    """ZeroMQ endpoint that dsched binds; engines get it as `DSCHED_ENDPOINT`."""
+    max_pending_messages: PositiveInt = 65_536
+    """Messages held for dsched before new ones are dropped and counted. Below: bursts of reports
+    are lost. Above: dsched catches up on loads long past."""
+
+
+class JournalConfig(Section, frozen=True, kw_only=True):
+    """The token journal: what each request has emitted, for handoff and restart."""
+
+    kind: Literal["sqlite", "memory"] = "sqlite"
+    """`memory` serves handoff only; `sqlite` also keeps it for a restarted dsched."""
+    path: str | None = None
+    """SQLite file; default: `journal.sqlite3` in `state_dir`."""
+    flush_interval_ms: Annotated[float, Meta(gt=0, le=60_000)] = 20.0
+    """Longest time a token stays out of the file, in milliseconds. Below: more commits than the
+    disk likes. Above: more tokens are lost to a restart when dsched is killed."""
+    max_batch_records: PositiveInt = 4_096
+    """Records of one commit. Below: many commits. Above: one commit blocks readers for long."""
+    max_pending_records: PositiveInt = 262_144
+    """Records that wait for the file before the journal counts as degraded and drops them from
+    the file (never from memory). Below: short stalls of the disk degrade it. Above: memory."""
+    max_retained_requests: Count = 10_000
+    """Finished requests kept in the file for clients that ask again. Above: the file grows."""
+    retention_s: Seconds = 3_600.0
+    """Age at which a finished request leaves the file."""
+    is_sync_full: bool = False
+    """Wait for the disk at each commit. `false` survives a killed process, not a power cut."""
+
+
+class RegistryConfig(Section, frozen=True, kw_only=True):
+    """Who is in the cluster."""
+
+    url: str | None = None
+    """`sqlite:///PATH` or `memory://`; default: `registry.sqlite3` in `state_dir`."""
+    lease_s: Annotated[float, Meta(ge=0.5, le=3_600)] = 10.0
+    """Lifetime of an entry that is not renewed. Below: a short stall looks like a death. Above:
+    the dead stay listed."""
+
+
+class MetricsConfig(Section, frozen=True, kw_only=True):
+    """What `/metrics` shows."""
+
+    is_process_shown: bool = True
+    """Show memory, CPU time and file descriptors of the dsched process."""
+    latency_buckets_s: tuple[Annotated[float, Meta(gt=0, le=86_400)], ...] = (
+        0.001,
+        0.0025,
+        0.005,
+        0.01,
+        0.025,
+        0.05,
+        0.1,
+        0.25,
+        0.5,
+        1.0,
+        2.5,
+        5.0,
+        10.0,
+        30.0,
+        60.0,
+    )
+    """Upper bounds of the latency histograms, rising; an empty list keeps sum and count only.
+    More: more series to store for every model."""
+
+
+class LoggingConfig(Section, frozen=True, kw_only=True):
+    """The log on stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least important level that is written."""
+    format: Literal["auto", "json", "console"] = "auto"
+    """`auto` is `console` on a terminal and `json` elsewhere."""
+
+
+class DebugConfig(Section, frozen=True, kw_only=True):
+    """For finding faults in dsched."""
+
+    is_validating: bool = False
+    """Check every invariant after each tick. Slow."""
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """Everything an operator can set."""
+
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    """Seed of every random choice; it is logged, so that choices can be replayed."""
+    state_dir: str = ".dsched"
+    """Folder for journal and registry; made when missing."""
+    front_door: FrontDoorConfig = FrontDoorConfig()
+    admin: AdminConfig = AdminConfig()
+    pools: dict[str, PoolConfig] = {}
+    """Engines by pool name, as a YAML mapping; empty starts those of `launch` instead."""
+    launch: LaunchConfig = LaunchConfig()
+    sim: SimConfig = SimConfig()
+    routing: RoutingConfig = RoutingConfig()
+    agent: AgentConfig = AgentConfig()
+    journal: JournalConfig = JournalConfig()
+    registry: RegistryConfig = RegistryConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    logging: LoggingConfig = LoggingConfig()
+    debug: DebugConfig = DebugConfig()
+
+    def journal_path(self) -> str:
+        """Return the file of the token journal."""
+        return self.journal.path or os.path.join(self.state_dir, "journal.sqlite3")
+
+    def registry_url(self) -> str:
+        """Return the URL of the registry."""
+        if self.registry.url is not None:
+            return self.registry.url
+        return f"sqlite:///{os.path.join(self.state_dir, 'registry.sqlite3')}"
+
+    def engine_id(self, pool_name: str, index: int) -> str:
+        """Return the id of engine number `index` of a pool.
+
+        >>> Config().engine_id("sim", 1)
+        'sim-1'
+        """
+        pool = self.pools.get(pool_name)
+        stated = pool.engines[index].id if pool is not None else None
+        return stated if stated is not None else f"{pool_name}-{index}"
+
+
+class AgentSettings(Section, frozen=True, kw_only=True):
+    """What an agent inside an engine process needs to know."""
+
+    endpoint: str | None
+    """Where to publish; `None` turns the agent off."""
+    engine_id: str | None
+    """The engine's name in the cluster; `None` lets the agent derive one."""
+    max_pending_messages: PositiveInt = 1_024
+    """Messages held while dsched is away; then the oldest are dropped. Never blocks a step."""
+
+
+def agent_settings_from_environment() -> AgentSettings:
+    """Read `DSCHED_ENDPOINT`, `DSCHED_ENGINE_ID` and `DSCHED_AGENT_QUEUE`; empty means not set.
+
+    Raises `ConfigError`, naming the variable, for a value that cannot be used.
+    """
+    endpoint = os.environ.get("DSCHED_ENDPOINT") or None
+    if endpoint is not None and "://" not in endpoint:
+        raise ConfigError(f"DSCHED_ENDPOINT: {endpoint!r} is not of the form tcp://host:port")
+    queue_text = os.environ.get("DSCHED_AGENT_QUEUE") or "1024"
+    if not queue_text.isdecimal() or int(queue_text) < 1:
+        raise ConfigError(f"DSCHED_AGENT_QUEUE: {queue_text!r} is not a count of messages >= 1")
+    return AgentSettings(
+        endpoint=endpoint,
+        engine_id=os.environ.get("DSCHED_ENGINE_ID") or None,
+        max_pending_messages=int(queue_text),
+    )
+
+
+def agent_environment(*, endpoint: str, engine_id: str) -> dict[str, str]:
+    """Return the variables that make an agent in a child process publish to `endpoint`."""
+    return {"DSCHED_ENDPOINT": endpoint, "DSCHED_ENGINE_ID": engine_id}
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return a copy of this process's environment, for child processes that dsched starts."""
+    return dict(os.environ)
+
+
+def dsched_environment() -> dict[str, str]:
+    """Return the variables that start with `DSCHED_`, sorted by name."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(ENVIRONMENT_PREFIX)
+    }
