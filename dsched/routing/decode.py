@@ -1,0 +1,391 @@
+"""Choose the DP rank that decodes a request.
+
+In:  the request's prompt length, and the load of every rank.
+Out: a `RoutingDecision`: a rank, or the reason why there is none.
+
+In wide expert parallelism every step waits for the slowest rank, and a rank's step grows with its
+running requests (b each) and with its KV tokens (c each). So a request goes to the rank whose cost
+after taking it is least:
+
+    cost = b * (running + 1) + c * (KV tokens + prompt tokens)
+
+Policies that watch one of the two signals break on some workload: counting requests ignores one
+huge prompt (vllm-project/vllm#40795), counting tokens ignores many short ones and did worse than
+round robin on reasoning traffic. What b and c are is in `calibration`.
+
+Only ranks with room are eligible. When none has room the request is held here and takes the first
+room anywhere (`holding`). When nothing at all is up, suspect ranks are used: a lost report channel
+must not become an outage (llm-d/llm-d-router#2408).
+
+Ties go to the rank that comes first when counting from an offset, which moves on with every
+booking and starts at this router's own number: several routers with the same view of idle ranks
+choose different ones (ai-dynamo/dynamo#589).
+
+`pick` and `next_held` only read; `book`, `hold`, `release`, ... change the State. Time is an
+argument. A decision costs O(D) compiled operations, the same for any prompt length.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsched.drivers.wire import RankReport
+from dsched.errors import InvariantError
+from dsched.ids import RankId
+from dsched.routing import kernels as k
+from dsched.routing.holding import HeldRequest, HoldQueue
+from dsched.routing.ledger import LoadLedger, RankLoad, RankState, ReportOutcome
+
+DEFAULT_REQUEST_NS = 200_000.0
+"""b before calibration: 0.2 ms for each running request (assumed, see docs/routing.md)."""
+DEFAULT_KV_TOKEN_NS = 26.0
+"""c before calibration: 70 KB of KV a token read at 2.7 TB/s (assumed)."""
+DEFAULT_MAX_HELD_REQUESTS = 10_000
+"""Held requests at most. Fewer: a burst is refused with 429. More: memory, and waits that end in
+the client's own timeout."""
+DEFAULT_MAX_HOLD_NS = 10_000_000_000
+"""Longest wait at the router. Shorter: requests are bound to full ranks again. Longer: a long
+prompt can be overtaken by short ones for longer."""
+
+_NOTHING_EXCLUDED: NDArray[np.int64] = np.empty(0, np.int64)
+_NOTHING_EXCLUDED.flags.writeable = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRequest:
+    """What routing needs to know of a request."""
+
+    num_prompt_tokens: int
+    """Tokens that the rank will hold from the start: prompt, and after a handoff also what was
+    emitted before it."""
+    pinned_dp_rank: int | None = None
+    """Only ranks with this number inside their engine."""
+    tenant: str = ""
+    excluded_ranks: tuple[int, ...] = ()
+    """Rank numbers that must not be chosen, e.g. the one that just failed it."""
+    num_reserved_tokens: int = 0
+    """KV tokens of room wanted beyond the prompt. It decides room, never cost."""
+
+    def __post_init__(self) -> None:
+        if self.num_prompt_tokens < 0:
+            raise ValueError(
+                f"num_prompt_tokens is {self.num_prompt_tokens}; it must not be negative"
+            )
+        if self.num_reserved_tokens < 0:
+            raise ValueError(
+                f"num_reserved_tokens is {self.num_reserved_tokens}; it must not be negative"
+            )
+        if self.pinned_dp_rank is not None and self.pinned_dp_rank < 0:
+            raise ValueError(f"pinned_dp_rank is {self.pinned_dp_rank}; it must not be negative")
+
+
+class RoutingReason(StrEnum):
+    """Why a decision is what it is; a label of the decisions metric."""
+
+    LEAST_COST = "least_cost"
+    """An up rank with room and the least cost."""
+    HOLD_EXPIRED = "hold_expired"
+    """Held for too long; the least cost of all up ranks, room or not."""
+    SUSPECT_ONLY = "suspect_only"
+    """No rank is up; the least cost of the suspect ones."""
+    QUEUED = "queued"
+    """No rank has room now: hold the request."""
+    TOO_LARGE = "too_large"
+    """The prompt does not fit the whole KV of any rank: refuse it."""
+    NO_RANK_UP = "no_rank_up"
+    """No rank may be used: none is up, or none has the pinned number."""
+    NO_SUCH_RANK = "no_such_rank"
+    """No rank of any state has the pinned number: refuse it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingDecision:
+    """Where a request goes, or why nowhere."""
+
+    rank: int | None
+    """Rank number of the router; `None` unless the reason is one of the first three."""
+    reason: RoutingReason
+    cost_ns: float | None = None
+    """Modelled step time of the rank after taking the request, without the constant part."""
+    num_eligible: int = 0
+    """Ranks that had room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldDecision:
+    """A held request that can go now."""
+
+    request_key: Hashable
+    decision: RoutingDecision
+    held_ns: int
+    """Since when it was held."""
+
+
+class DecodeRouter:
+    """The State of decode routing: load of every rank, prices, and held requests."""
+
+    def __init__(
+        self,
+        *,
+        router_index: int = 0,
+        request_ns: float = DEFAULT_REQUEST_NS,
+        kv_token_ns: float = DEFAULT_KV_TOKEN_NS,
+        kv_headroom_fraction: float = 0.0,
+        max_held_requests: int = DEFAULT_MAX_HELD_REQUESTS,
+        max_hold_ns: int = DEFAULT_MAX_HOLD_NS,
+    ) -> None:
+        """`router_index` is this router's number among the routers over the same engines."""
+        if router_index < 0:
+            raise ValueError(f"router_index is {router_index}; it must not be negative")
+        self.ledger = LoadLedger(kv_headroom_fraction=kv_headroom_fraction)
+        self._held = HoldQueue(max_held_requests=max_held_requests, max_hold_ns=max_hold_ns)
+        self._tie_offset = router_index
+        self._request_ns = request_ns
+        self._kv_token_ns = kv_token_ns
+        self._prices: NDArray[np.float64] = np.zeros((3, 0))
+        self.set_prices(request_ns=request_ns, kv_token_ns=kv_token_ns)
+        self.num_decisions: dict[RoutingReason, int] = dict.fromkeys(RoutingReason, 0)
+
+    # ---- ranks
+
+    def add_rank(
+        self, rank_id: RankId, *, kv_capacity_tokens: int, max_running_requests: int
+    ) -> int:
+        """Add a rank, or give a known one new limits; return its number. It starts up."""
+        rank = self.ledger.add_rank(
+            rank_id,
+            kv_capacity_tokens=kv_capacity_tokens,
+            max_running_requests=max_running_requests,
+        )
+        if self._prices.shape[1] < self.ledger.num_ranks:
+            old = self._prices
+            self._prices = np.empty((3, self.ledger.table.shape[1]))
+            self._prices[k.BASE_NS] = 0.0
+            self._prices[k.REQUEST_NS] = self._request_ns
+            self._prices[k.KV_TOKEN_NS] = self._kv_token_ns
+            self._prices[:, : old.shape[1]] = old
+        return rank
+
+    def remove_rank(self, rank: int) -> None:
+        """Forget a rank. Its bookings stay until each is released; nothing new goes there."""
+        self.ledger.remove_rank(rank)
+
+    def set_rank_state(self, rank: int, state: RankState) -> None:
+        """Mark a rank up, suspect, draining or down."""
+        self.ledger.set_rank_state(rank, state)
+
+    def set_incarnation(self, rank: int, incarnation: str) -> None:
+        """Say which start of the engine is the live one (from its hello), before it reports."""
+        self.ledger.set_incarnation(rank, incarnation)
+
+    def index_of(self, rank_id: RankId) -> int | None:
+        """The number of a rank; `None` if it was never added or is removed."""
+        return self.ledger.index_of(rank_id)
+
+    def rank_id(self, rank: int) -> RankId:
+        return self.ledger.rank_id(rank)
+
+    @property
+    def num_ranks(self) -> int:
+        """Rank numbers in use, removed ones with bookings included."""
+        return self.ledger.num_ranks
+
+    def load_of(self, rank: int) -> RankLoad:
+        """Load of one rank, for people and metrics."""
+        return self.ledger.load_of(rank)
+
+    def report_age_ns(self, rank: int, now_ns: int) -> int | None:
+        """Time since the last report of `rank` was applied; `None` before the first."""
+        time_ns = self.ledger.report_time_ns(rank)
+        return None if time_ns is None else now_ns - time_ns
+
+    def set_prices(self, *, request_ns: float, kv_token_ns: float, rank: int | None = None) -> None:
+        """Set b and c in ns, of one rank or of all (then also of ranks added later).
+
+        Raises `ValueError` if one is negative or not finite, or both are 0.
+        """
+        for name, value in (("request_ns", request_ns), ("kv_token_ns", kv_token_ns)):
+            if not (np.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name} is {value}; it must be finite and not negative")
+        if request_ns == 0.0 and kv_token_ns == 0.0:
+            raise ValueError("request_ns and kv_token_ns are both 0; one must be positive")
+        if rank is None:
+            self._request_ns = request_ns
+            self._kv_token_ns = kv_token_ns
+            self._prices[k.REQUEST_NS] = request_ns
+            self._prices[k.KV_TOKEN_NS] = kv_token_ns
+        else:
+            self.ledger.rank_id(rank)
+            self._prices[k.REQUEST_NS, rank] = request_ns
+            self._prices[k.KV_TOKEN_NS, rank] = kv_token_ns
+
+    # ---- decisions: these only read
+
+    def pick(self, request: RoutingRequest, now_ns: int) -> RoutingDecision:  # noqa: ARG002
+        """Choose a rank for a request that has just arrived."""
+        return self._pick(
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_wanted_tokens=request.num_prompt_tokens + request.num_reserved_tokens,
+            pinned_dp_rank=request.pinned_dp_rank,
+            excluded_ranks=request.excluded_ranks,
+            ignore_room=False,
+        )
+
+    def next_held(self, now_ns: int) -> HeldDecision | None:
+        """The held request that should go now, if any. Book it, then ask again."""
+        if not self._held:
+            return None
+        expired = self._held.expired(now_ns)
+        if expired is not None:
+            decision = self._pick_held(expired, ignore_room=True)
+            if decision.reason is not RoutingReason.NO_RANK_UP:
+                return _held_decision(expired, decision)
+        room = {pin: self._largest_room(pin) for pin in self._held.pins()}
+        for held in self._held.candidates(room):
+            decision = self._pick_held(held, ignore_room=False)
+            if decision.rank is not None:
+                return _held_decision(held, decision)
+        return None
+
+    def next_hold_expiry_ns(self) -> int | None:
+        """When `next_held` should be asked at the latest; `None` when nothing is held."""
+        return self._held.next_expiry_ns()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    # ---- changes
+
+    def book(
+        self,
+        rank: int,
+        request_key: Hashable,
+        *,
+        num_prompt_tokens: int,
+        now_ns: int,  # noqa: ARG002
+    ) -> None:
+        """Count a request that is being sent to `rank`; takes it out of the held ones."""
+        self.ledger.book(rank, request_key, num_prompt_tokens=num_prompt_tokens)
+        self._held.remove(request_key, is_served=True)
+        self._tie_offset += 1
+
+    def hold(self, request: RoutingRequest, request_key: Hashable, now_ns: int) -> bool:
+        """Hold a request until a rank has room; `False` when too many are held already."""
+        return self._held.add(
+            request_key,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_wanted_tokens=request.num_prompt_tokens + request.num_reserved_tokens,
+            tenant=request.tenant,
+            pinned_dp_rank=request.pinned_dp_rank,
+            excluded_ranks=request.excluded_ranks,
+            now_ns=now_ns,
+        )
+
+    def drop_held(self, request_key: Hashable) -> bool:
+        """Forget a held request (its client left); `False` if it is not held."""
+        return self._held.remove(request_key)
+
+    def add_tokens(self, request_key: Hashable, num_tokens: int) -> None:
+        """Grow a booked request by emitted tokens; unknown keys are ignored."""
+        self.ledger.add_tokens(request_key, num_tokens)
+
+    def release(self, request_key: Hashable) -> bool:
+        """End a booking; `False` if there is none (already released)."""
+        return self.ledger.release(request_key)
+
+    def move(self, request_key: Hashable, to_rank: int) -> None:
+        """Rebook a running request on another rank with all its tokens."""
+        self.ledger.move(request_key, to_rank)
+
+    def apply_report(self, rank: int | None, report: RankReport, now_ns: int) -> ReportOutcome:
+        """Correct the load of `rank` by a report; `None` for a rank that is not known.
+
+        Never raises for what a report says: a bad one is dropped and counted in
+        `ledger.num_reports`.
+        """
+        return self.ledger.apply_report(rank, report, now_ns)
+
+    def validate(self) -> None:
+        """Check every sum against what it sums. O(D + R + Q)."""
+        self.ledger.validate()
+        self._held.validate()
+        if self._prices.shape[1] < self.ledger.num_ranks:
+            raise InvariantError(
+                f"{self._prices.shape[1]} prices for {self.ledger.num_ranks} ranks"
+            )
+
+    # ---- inside
+
+    def _pick_held(self, held: HeldRequest, *, ignore_room: bool) -> RoutingDecision:
+        return self._pick(
+            num_prompt_tokens=held.num_prompt_tokens,
+            num_wanted_tokens=held.num_wanted_tokens,
+            pinned_dp_rank=held.pinned_dp_rank,
+            excluded_ranks=held.excluded_ranks,
+            ignore_room=ignore_room,
+        )
+
+    def _pick(
+        self,
+        *,
+        num_prompt_tokens: int,
+        num_wanted_tokens: int,
+        pinned_dp_rank: int | None,
+        excluded_ranks: tuple[int, ...],
+        ignore_room: bool,
+    ) -> RoutingDecision:
+        num_ranks = self.ledger.num_ranks
+        if num_ranks == 0:
+            return RoutingDecision(rank=None, reason=RoutingReason.NO_RANK_UP)
+        dp_rank = k.ANY_DP_RANK if pinned_dp_rank is None else pinned_dp_rank
+        excluded = np.array(excluded_ranks, np.int64) if excluded_ranks else _NOTHING_EXCLUDED
+        for max_state in (k.UP, k.SUSPECT):
+            rank, cost_ns, num_usable, num_large_enough, num_with_room = k.pick_rank(
+                self.ledger.table,
+                self._prices,
+                num_ranks,
+                num_prompt_tokens,
+                num_wanted_tokens,
+                dp_rank,
+                excluded,
+                self._tie_offset % num_ranks,
+                max_state,
+                ignore_room,
+            )
+            if num_usable:
+                break
+        if rank != k.NO_RANK:
+            reason = RoutingReason.HOLD_EXPIRED if ignore_room else RoutingReason.LEAST_COST
+            if max_state == k.SUSPECT:
+                reason = RoutingReason.SUSPECT_ONLY
+            return RoutingDecision(
+                rank=rank, reason=reason, cost_ns=cost_ns, num_eligible=num_with_room
+            )
+        if num_usable == 0:
+            return RoutingDecision(rank=None, reason=self._why_no_rank(pinned_dp_rank))
+        if num_large_enough == 0:
+            return RoutingDecision(rank=None, reason=RoutingReason.TOO_LARGE)
+        return RoutingDecision(rank=None, reason=RoutingReason.QUEUED)
+
+    def _why_no_rank(self, pinned_dp_rank: int | None) -> RoutingReason:
+        if pinned_dp_rank is None:
+            return RoutingReason.NO_RANK_UP
+        table = self.ledger.table[:, : self.ledger.num_ranks]
+        is_there = (table[k.DP_RANK] == pinned_dp_rank) & (table[k.STATE] != k.REMOVED)
+        return RoutingReason.NO_RANK_UP if is_there.any() else RoutingReason.NO_SUCH_RANK
+
+    def _largest_room(self, pinned_dp_rank: int | None) -> int:
+        dp_rank = k.ANY_DP_RANK if pinned_dp_rank is None else pinned_dp_rank
+        for max_state in (k.UP, k.SUSPECT):
+            room = k.largest_room(self.ledger.table, self.ledger.num_ranks, dp_rank, max_state)
+            if room >= 0:
+                return int(room)
+        return -1
+
+
+def _held_decision(held: HeldRequest, decision: RoutingDecision) -> HeldDecision:
+    return HeldDecision(request_key=held.request_key, decision=decision, held_ns=held.held_ns)

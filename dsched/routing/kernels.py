@@ -1,0 +1,144 @@
+"""Compiled inner loops of decode routing.
+
+Each has a plain numpy twin with the same answers in `tests/reference/routing_decode.py`.
+
+The load of all ranks is one int64 table of shape [NUM_ROWS, D], so that a call passes one array
+and a choice reads each row once. Row numbers are the constants below.
+
+All choices are total: least cost first, then the rank that comes first when counting from
+`tie_offset` and wrapping around. Costs are compared exactly; equal loads give equal costs.
+"""
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+OWN_RUNNING = 0
+"""Requests that this router sent and that have not ended."""
+OWN_KV = 1
+"""Their KV tokens: prompt and emitted."""
+OTHER_RUNNING = 2
+"""Requests on the rank that this router did not send, as far as reports show."""
+OTHER_KV = 3
+SHARED_KV = 4
+"""KV tokens counted more than once in OWN_KV + OTHER_KV, because prefixes are shared."""
+KV_CAPACITY = 5
+KV_LIMIT = 6
+"""Capacity less the headroom that running requests grow into."""
+MAX_RUNNING = 7
+STATE = 8
+DP_RANK = 9
+NUM_ROWS = 10
+
+UP = 0
+SUSPECT = 1
+DRAINING = 2
+DOWN = 3
+REMOVED = 4
+
+BASE_NS = 0
+"""Row of the price table [3, D]: a, what a step costs when nothing runs."""
+REQUEST_NS = 1
+"""b: what one more running request adds to a step."""
+KV_TOKEN_NS = 2
+"""c: what one more KV token adds to a step."""
+
+NO_RANK = -1
+ANY_DP_RANK = -1
+
+
+@njit(cache=True, nogil=True)
+def _is_listed(excluded: NDArray[np.int64], rank: int) -> bool:
+    found = False
+    for index in range(excluded.shape[0]):
+        found |= excluded[index] == rank
+    return found
+
+
+@njit(cache=True, nogil=True)
+def has_room(table: NDArray[np.int64], rank: int, wanted_tokens: int) -> bool:
+    """Whether `rank` can start a request that wants `wanted_tokens` of KV now.
+
+    An empty rank takes whatever its capacity holds; the headroom is for sharing.
+    """
+    running = table[OWN_RUNNING, rank] + table[OTHER_RUNNING, rank]
+    if running >= table[MAX_RUNNING, rank]:
+        return False
+    used = table[OWN_KV, rank] + table[OTHER_KV, rank] - table[SHARED_KV, rank]
+    if used < 0:
+        used = 0
+    if used + wanted_tokens <= table[KV_LIMIT, rank]:
+        return True
+    return bool(running == 0 and used == 0 and wanted_tokens <= table[KV_CAPACITY, rank])
+
+
+@njit(cache=True, nogil=True)
+def pick_rank(
+    table: NDArray[np.int64],
+    prices: NDArray[np.float64],
+    num_ranks: int,
+    prompt_tokens: int,
+    wanted_tokens: int,
+    dp_rank: int,
+    excluded: NDArray[np.int64],
+    tie_offset: int,
+    max_state: int,
+    ignore_room: bool,  # noqa: FBT001  compiled functions take no keyword-only arguments
+) -> tuple[int, float, int, int, int]:
+    """Choose the eligible rank with the least cost after adding the request. O(D).
+
+    Returns (rank or NO_RANK, cost in ns, ranks that may be used, those whose whole KV could hold
+    the request, those with room now).
+    """
+    best = NO_RANK
+    best_cost = np.inf
+    num_usable = 0
+    num_large_enough = 0
+    num_with_room = 0
+    for position in range(num_ranks):
+        rank = position + tie_offset
+        if rank >= num_ranks:
+            rank -= num_ranks
+        if table[STATE, rank] > max_state:
+            continue
+        if dp_rank != ANY_DP_RANK and table[DP_RANK, rank] != dp_rank:
+            continue
+        if excluded.shape[0] and _is_listed(excluded, rank):
+            continue
+        num_usable += 1
+        if prompt_tokens >= table[KV_CAPACITY, rank]:
+            continue
+        num_large_enough += 1
+        if has_room(table, rank, wanted_tokens):
+            num_with_room += 1
+        elif not ignore_room:
+            continue
+        cost = prices[REQUEST_NS, rank] * (
+            table[OWN_RUNNING, rank] + table[OTHER_RUNNING, rank] + 1
+        ) + prices[KV_TOKEN_NS, rank] * (
+            table[OWN_KV, rank] + table[OTHER_KV, rank] + prompt_tokens
+        )
+        if cost < best_cost:
+            best = rank
+            best_cost = cost
+    return best, best_cost, num_usable, num_large_enough, num_with_room
+
+
+@njit(cache=True, nogil=True)
+def largest_room(table: NDArray[np.int64], num_ranks: int, dp_rank: int, max_state: int) -> int:
+    """KV tokens that the roomiest usable rank can still take; -1 if none takes a request. O(D)."""
+    largest = -1
+    for rank in range(num_ranks):
+        if table[STATE, rank] > max_state:
+            continue
+        if dp_rank != ANY_DP_RANK and table[DP_RANK, rank] != dp_rank:
+            continue
+        running = table[OWN_RUNNING, rank] + table[OTHER_RUNNING, rank]
+        if running >= table[MAX_RUNNING, rank]:
+            continue
+        used = max(0, table[OWN_KV, rank] + table[OTHER_KV, rank] - table[SHARED_KV, rank])
+        room = table[KV_LIMIT, rank] - used
+        if running == 0 and used == 0:
+            room = table[KV_CAPACITY, rank]
+        largest = max(largest, room)
+    return largest
