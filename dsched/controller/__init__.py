@@ -1,1 +1,20 @@
 """The control plane: drain events, apply them, plan once, check, hand out."""
+
+from dsched.controller.cluster import EngineSpec, PoolSpec
+from dsched.controller.controller import (
+    Controller,
+    ControllerSettings,
+    EngineStatus,
+    RankStatus,
+    TickHost,
+)
+
+__all__ = [
+    "Controller",
+    "ControllerSettings",
+    "EngineSpec",
+    "EngineStatus",
+    "PoolSpec",
+    "RankStatus",
+    "TickHost",
+]

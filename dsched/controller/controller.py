@@ -1,0 +1,822 @@
+"""The controller: drain events, apply them, plan once, check, hand out.
+
+One tick is one pass. Facts that need a decision (a request arrived, an attempt was lost, an engine
+came up or went down) wait in a list; `tick` applies them in order, asks the routers once, checks
+what they say, and only then speaks to engines. Batching keeps the control flow ours and lets a
+burst be booked one request after the other, so that it does not herd.
+
+What does not need a decision does not wait: tokens go from the engine through the journal to the
+client in one call (`run.RequestRun`), and a finished request ends its stream at once.
+
+Time comes from a `Clock`, randomness from nowhere; the host (an event loop, or the simulator) is
+asked to call `tick` again through `TickHost`. One thread owns a controller.
+
+Cost of a tick: O(events + dispatches * D).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import structlog
+
+from dsched.clock import Clock
+from dsched.controller.cluster import Cluster, EngineRecord, PoolSpec
+from dsched.controller.events import (
+    AttemptLost,
+    DrainAsked,
+    EngineCameUp,
+    EngineWentDown,
+    Event,
+    RequestArrived,
+)
+from dsched.controller.request import (
+    InferenceRequest,
+    ModelInfo,
+    RequestError,
+    RequestFinish,
+    RequestStream,
+)
+from dsched.controller.run import Attempt, Phase, RequestRun
+from dsched.drivers.base import AttemptFinish, Driver, EngineDescription, FinishReason
+from dsched.drivers.wire import GenerateCommand, RankReport
+from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableError, InvariantError
+from dsched.faults import TokenJournal
+from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RankId, RequestId
+from dsched.routing import (
+    DecodeRouter,
+    RankState,
+    ReportOutcome,
+    RoutingDecision,
+    RoutingReason,
+    RoutingRequest,
+)
+
+log = structlog.get_logger(__name__)
+
+UNKNOWN_CAPACITY = 1 << 40
+"""Room of a rank whose engine does not say: never the reason to hold a request."""
+RETRY_AFTER_S = 1
+"""What a refused client is told to wait; engines come back or get room within seconds."""
+ENGINE_BUSY_STATUSES = (429, 503, 529)
+"""Answers of an engine that is alive and has no room: another rank may have."""
+
+
+class TickHost(Protocol):
+    """Calls the controller back. Implemented over an event loop and by the simulator."""
+
+    def request_tick(self) -> None:
+        """Call `tick` soon, once, however often this is asked before."""
+        ...
+
+    def request_tick_at(self, time_ns: int) -> None:
+        """Call `tick` at `time_ns` of the controller's clock, or a little later."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSettings:
+    """Limits of the controller; units in the names."""
+
+    max_attempts: int = 3
+    """Ranks that a request is tried on. Fewer: a second failure ends it. More: a request that
+    kills engines kills more of them."""
+    max_held_requests: int = 4_096
+    """Requests that wait for a rank; more are refused with 429."""
+    max_hold_ns: int = 10_000_000_000
+    """Wait for room, after which a request goes to the least loaded rank, room or not."""
+    queue_timeout_ns: int = 120_000_000_000
+    """Wait for any rank at all, after which a request ends with 503."""
+    request_cost_ns: float = 200_000.0
+    kv_token_cost_ns: float = 26.0
+    router_index: int = 0
+    """Number of this process among the dsched processes over the same engines."""
+    is_validating: bool = False
+    """Check every invariant after each tick."""
+
+
+class Outcome(StrEnum):
+    """How requests ended; label of a metric."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """One decision to hand out: this run goes to this rank."""
+
+    run: RequestRun
+    decision: RoutingDecision
+    command: GenerateCommand
+    engine_id: EngineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """One engine, for people, metrics and the registry."""
+
+    engine_id: EngineId
+    pool: str
+    model: str
+    kind: str
+    state: RankState
+    reason: str
+    ranks: tuple["RankStatus", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """One DP rank, for people, metrics and the registry."""
+
+    dp_rank: DpRank
+    num_running: int
+    """Requests that dsched and others have on it."""
+    num_waiting: int
+    """Requests that wait inside the engine, as last reported."""
+    num_kv_tokens: int
+    kv_capacity_tokens: int | None
+    step_ns: int
+    report_age_ns: int | None
+    num_dispatched: int
+
+
+class Controller:
+    """Routes requests to engines and sees each of them to its one end.
+
+    Implements `ControlPlane` for the front door and `EngineListener` for drivers.
+    """
+
+    def __init__(
+        self,
+        *,
+        pools: Iterable[PoolSpec],
+        drivers: Mapping[EngineId, Driver],
+        journal: TokenJournal,
+        clock: Clock,
+        host: TickHost,
+        attempt_ids: AttemptIds,
+        settings: ControllerSettings | None = None,
+    ) -> None:
+        self.settings = settings or ControllerSettings()
+        self.cluster = Cluster.from_pools(pools)
+        self._drivers = dict(drivers)
+        missing = sorted(set(self.cluster.engines) ^ set(self._drivers))
+        if missing:
+            raise ValueError(f"engines and drivers do not match: {', '.join(missing)}")
+        self._journal = journal
+        self._clock = clock
+        self._host = host
+        self._attempt_ids = attempt_ids
+        self._routers = {name: self._make_router() for name in self.cluster.pools}
+        self._pool_of_model = {pool.model: name for name, pool in self.cluster.pools.items()}
+        self._events: list[Event] = []
+        self._runs: dict[RequestId, RequestRun] = {}
+        self._waiting: dict[RequestId, RequestRun] = {}
+        """Runs that no rank has, by age; the routers hold them between ticks."""
+        self._unplanned: list[RequestRun] = []
+        """Runs that this tick has to place first."""
+        self._router_of_attempt: dict[AttemptId, DecodeRouter] = {}
+        self._last_reports: dict[RankId, RankReport] = {}
+        self.num_dispatched: dict[RankId, int] = {}
+        self.num_fenced_tokens = 0
+        self.num_requests: dict[tuple[str, Outcome], int] = {}
+        self.num_retries = 0
+        self.num_unknown_reports = 0
+        self._timer_ns: int | None = None
+        self._is_closed = False
+
+    def _make_router(self) -> DecodeRouter:
+        settings = self.settings
+        return DecodeRouter(
+            router_index=settings.router_index,
+            request_ns=settings.request_cost_ns,
+            kv_token_ns=settings.kv_token_cost_ns,
+            max_held_requests=settings.max_held_requests,
+            max_hold_ns=settings.max_hold_ns,
+        )
+
+    def start(self) -> None:
+        """Begin to watch all engines."""
+        for _, driver in sorted(self._drivers.items()):
+            driver.start(self)
+
+    def close(self) -> None:
+        """End every request with an error, release drivers and journal. Engines live on."""
+        self._is_closed = True
+        for run in list(self._runs.values()):
+            self._end_with_error(run, _error_stopping())
+        for _, driver in sorted(self._drivers.items()):
+            driver.close()
+        self._journal.close()
+
+    # ---- ControlPlane: what the front door asks
+
+    def submit(self, request: InferenceRequest, stream: RequestStream) -> None:
+        """Take a request; the answer comes through `stream`."""
+        self._push(RequestArrived(request=request, stream=stream, time_ns=self._clock.now_ns()))
+
+    def cancel(self, request_id: RequestId) -> None:
+        """The client went away. Its engine is told at once; the booking ends with the attempt."""
+        run = self._runs.get(request_id)
+        if run is None:
+            self._events = [
+                event
+                for event in self._events
+                if not (
+                    isinstance(event, RequestArrived) and event.request.request_id == request_id
+                )
+            ]
+            return
+        self._close_run(run, outcome=Outcome.CANCELLED)
+        self._abort_attempt(run)
+
+    def models(self) -> Mapping[str, ModelInfo]:
+        """Every configured model by name, also those without a live engine."""
+        return {model: self._model_info(pool) for model, pool in self._pool_of_model.items()}
+
+    def not_ready_reason(self) -> str | None:
+        """`None` while at least one pool can serve."""
+        if self._is_closed:
+            return "dsched is stopping"
+        if not self.cluster.pools:
+            return "no pool is configured"
+        reasons = []
+        for pool in sorted(self.cluster.pools):
+            if self._can_serve(pool):
+                return None
+            reasons.append(f"pool {pool!r} has no engine up")
+        return "; ".join(reasons)
+
+    def _can_serve(self, pool: str) -> bool:
+        return any(
+            record.state in (RankState.UP, RankState.SUSPECT)
+            for record in self.cluster.engines.values()
+            if record.pool == pool
+        )
+
+    def _model_info(self, pool_name: str) -> ModelInfo:
+        pool = self.cluster.pools[pool_name]
+        known = [
+            record.description
+            for record in self.cluster.engines.values()
+            if record.pool == pool_name
+            and record.description is not None
+            and record.description.model == record.spec.model
+        ]
+        limits = [description.max_model_len for description in known]
+        if pool.max_model_len is not None:
+            limits.append(pool.max_model_len)
+        sizes = [each.vocab_size for each in known if each.vocab_size is not None]
+        return ModelInfo(
+            name=pool.model,
+            max_model_len=min(limits) if limits else None,
+            vocab_size=min(sizes) if sizes else None,
+            is_available=self._can_serve(pool_name),
+            capabilities=self.cluster.capabilities(pool_name),
+        )
+
+    # ---- EngineListener: what drivers say
+
+    def on_engine_up(self, description: EngineDescription) -> None:
+        self._push(EngineCameUp(description=description))
+
+    def on_engine_down(self, engine_id: EngineId, reason: str) -> None:
+        self._push(EngineWentDown(engine_id=engine_id, reason=reason))
+
+    def on_report(self, report: RankReport) -> None:
+        """Correct the ledger at once: a report decides nothing by itself."""
+        record = self.cluster.engines.get(EngineId(report.engine_id))
+        if record is None:
+            self.num_unknown_reports += 1
+            return
+        router = self._routers[record.pool]
+        rank_id = RankId(record.spec.engine_id, DpRank(report.dp_rank))
+        outcome = router.apply_report(router.index_of(rank_id), report, self._clock.now_ns())
+        if outcome is ReportOutcome.APPLIED:
+            self._last_reports[rank_id] = report
+            if router.num_held:
+                self._host.request_tick()
+
+    # ---- what operators ask
+
+    def drain(self, engine_id: EngineId, *, is_draining: bool = True) -> None:
+        """Give an engine nothing new (or again). Raises `ValueError` for an unknown engine."""
+        if engine_id not in self.cluster.engines:
+            raise ValueError(f"no engine is called {engine_id!r}")
+        self._push(DrainAsked(engine_id=engine_id, is_draining=is_draining))
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._runs)
+
+    @property
+    def num_waiting_requests(self) -> int:
+        return len(self._waiting)
+
+    def engine_statuses(self) -> tuple[EngineStatus, ...]:
+        """Every engine and rank, by id, as dsched sees them now."""
+        now_ns = self._clock.now_ns()
+        return tuple(
+            self._engine_status(record, now_ns)
+            for _, record in sorted(self.cluster.engines.items())
+        )
+
+    def num_reports(self) -> dict[str, int]:
+        """Load reports by what became of them."""
+        total: dict[str, int] = {outcome.value: 0 for outcome in ReportOutcome}
+        for router in self._routers.values():
+            for outcome, count in router.ledger.num_reports.items():
+                total[outcome.value] += count
+        total["unknown_engine"] = self.num_unknown_reports
+        return total
+
+    def _engine_status(self, record: EngineRecord, now_ns: int) -> EngineStatus:
+        description = record.description
+        return EngineStatus(
+            engine_id=record.spec.engine_id,
+            pool=record.pool,
+            model=record.spec.model,
+            kind=description.kind if description else "",
+            state=record.state,
+            reason=record.reason,
+            ranks=tuple(
+                self._rank_status(record, rank_id, now_ns) for rank_id in record.rank_ids()
+            ),
+        )
+
+    def _rank_status(self, record: EngineRecord, rank_id: RankId, now_ns: int) -> RankStatus:
+        router = self._routers[record.pool]
+        rank = router.index_of(rank_id)
+        report = self._last_reports.get(rank_id)
+        num_running = num_kv_tokens = 0
+        capacity: int | None = None
+        age_ns: int | None = None
+        if rank is not None:
+            load = router.load_of(rank)
+            num_running = load.num_own_running + load.num_other_running
+            num_kv_tokens = load.num_own_kv_tokens + load.num_other_kv_tokens
+            if load.kv_capacity_tokens != UNKNOWN_CAPACITY:
+                capacity = load.kv_capacity_tokens
+            age_ns = router.report_age_ns(rank, now_ns)
+        return RankStatus(
+            dp_rank=rank_id.dp_rank,
+            num_running=num_running,
+            num_waiting=report.num_waiting if report else 0,
+            num_kv_tokens=num_kv_tokens,
+            kv_capacity_tokens=capacity,
+            step_ns=report.step_ns if report else 0,
+            report_age_ns=age_ns,
+            num_dispatched=self.num_dispatched.get(rank_id, 0),
+        )
+
+    # ---- the tick
+
+    def tick(self) -> None:
+        """Apply what happened, decide, and tell the engines."""
+        now_ns = self._clock.now_ns()
+        events, self._events = self._events, []
+        for event in events:
+            self._apply(event)
+        self._end_overdue(now_ns)
+        for dispatch in self._plan(now_ns):
+            self._hand_out(dispatch)
+        self._set_timer()
+        if self.settings.is_validating:
+            self.validate()
+
+    def _push(self, event: Event) -> None:
+        self._events.append(event)
+        self._host.request_tick()
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case RequestArrived():
+                self._apply_arrival(event)
+            case AttemptLost():
+                self._apply_attempt_lost(event)
+            case EngineCameUp():
+                self._apply_engine_up(event.description)
+            case EngineWentDown():
+                self._apply_engine_down(event)
+            case DrainAsked():
+                record = self.cluster.apply_draining(event.engine_id, is_draining=event.is_draining)
+                self._sync_ranks(record)
+
+    def _apply_arrival(self, event: RequestArrived) -> None:
+        request = event.request
+        error = self._refusal(request)
+        if error is not None:
+            self._count(request.model, Outcome.ERROR)
+            event.stream.on_error(error)
+            return
+        pool = self._pool_of_model[request.model]
+        run = RequestRun(
+            request=request,
+            stream=event.stream,
+            pool=pool,
+            router=self._routers[pool],
+            journal=self._journal,
+            owner=self,
+            time_ns=event.time_ns,
+        )
+        self._journal.open_request(
+            request.request_id,
+            model=request.model,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+        )
+        self._runs[request.request_id] = run
+        self._wait(run)
+
+    def _refusal(self, request: InferenceRequest) -> RequestError | None:
+        """Why a request cannot even wait, or `None`."""
+        if self._is_closed:
+            return _error_stopping()
+        pool = self._pool_of_model.get(request.model)
+        if pool is None:
+            return RequestError(
+                status=404,
+                code="model_not_found",
+                message=f"model {request.model!r} is not served here",
+                param="model",
+            )
+        if request.request_id in self._runs:
+            return RequestError(
+                status=409,
+                code="request_id_in_use",
+                message=f"a request with id {request.request_id!r} is still running",
+            )
+        if not self._can_serve(pool):
+            return _error_no_engine(request.model)
+        return None
+
+    def _wait(self, run: RequestRun) -> None:
+        """Let a run wait for this tick's plan, and longer if no rank has room."""
+        run.phase = Phase.WAITING
+        run.attempt = None
+        self._waiting[run.request.request_id] = run
+        self._unplanned.append(run)
+
+    def _apply_attempt_lost(self, event: AttemptLost) -> None:
+        run = self._runs.get(event.request_id)
+        if run is None or run.phase is not Phase.WAITING or run.attempt is None:
+            return
+        lost_rank = run.attempt.rank
+        if run.num_output_tokens > 0:
+            self._end_with_error(
+                run,
+                RequestError(
+                    status=502,
+                    code="engine_lost",
+                    message=f"engine {event.engine_id} was lost after {run.num_output_tokens} "
+                    f"tokens: {event.reason}",
+                ),
+            )
+            return
+        if run.num_attempts >= self.settings.max_attempts:
+            self._end_with_error(
+                run,
+                RequestError(
+                    status=502 if event.is_engine_lost else 503,
+                    code="engine_lost" if event.is_engine_lost else "overloaded",
+                    message=f"gave up after {run.num_attempts} attempts: {event.reason}",
+                    retry_after_s=RETRY_AFTER_S,
+                ),
+            )
+            return
+        self.num_retries += 1
+        run.excluded_ranks = tuple(sorted({*run.excluded_ranks, lost_rank}))
+        self._wait(run)
+
+    def _apply_engine_up(self, description: EngineDescription) -> None:
+        record = self.cluster.engines[description.engine_id]
+        old_rank_ids = list(record.rank_ids())
+        self.cluster.apply_up(description)
+        if record.reason and record.state is RankState.DOWN:
+            log.error("engine.refused", engine_id=description.engine_id, reason=record.reason)
+        else:
+            log.info(
+                "engine.came_up",
+                engine_id=description.engine_id,
+                kind=description.kind,
+                model=description.model,
+                num_dp_ranks=description.num_dp_ranks,
+                epoch=self.cluster.epoch,
+            )
+        router = self._routers[record.pool]
+        for rank_id in old_rank_ids[description.num_dp_ranks :]:
+            rank = router.index_of(rank_id)
+            if rank is not None:
+                router.remove_rank(rank)
+        for rank_id in record.rank_ids():
+            router.add_rank(
+                rank_id,
+                kv_capacity_tokens=description.kv_capacity_tokens or UNKNOWN_CAPACITY,
+                max_running_requests=description.max_running_requests or UNKNOWN_CAPACITY,
+            )
+        self._sync_ranks(record)
+
+    def _apply_engine_down(self, event: EngineWentDown) -> None:
+        was_up = self.cluster.engines[event.engine_id].state is not RankState.DOWN
+        record = self.cluster.apply_down(event.engine_id, event.reason)
+        if was_up:
+            log.warning(
+                "engine.went_down",
+                engine_id=event.engine_id,
+                reason=event.reason,
+                epoch=self.cluster.epoch,
+            )
+        self._sync_ranks(record)
+
+    def _sync_ranks(self, record: EngineRecord) -> None:
+        """Give every rank of an engine the engine's state: the group is the failure domain."""
+        router = self._routers[record.pool]
+        for rank_id in record.rank_ids():
+            rank = router.index_of(rank_id)
+            if rank is not None:
+                router.set_rank_state(rank, record.state)
+
+    # ---- planning and handing out
+
+    def _plan(self, now_ns: int) -> list[Dispatch]:
+        """Place what is held, then what is new; book each answer before asking for the next."""
+        dispatches = self._plan_held(now_ns)
+        unplanned, self._unplanned = self._unplanned, []
+        for run in unplanned:
+            dispatch = self._plan_new(run, now_ns) if run.phase is Phase.WAITING else None
+            if dispatch is not None:
+                dispatches.append(dispatch)
+        return dispatches
+
+    def _plan_held(self, now_ns: int) -> list[Dispatch]:
+        dispatches: list[Dispatch] = []
+        for pool in sorted(self._routers):
+            router = self._routers[pool]
+            while (held := router.next_held(now_ns)) is not None:
+                run = self._waiting[held.request_key]  # type: ignore[index]
+                router.drop_held(held.request_key)
+                if held.decision.rank is None:
+                    self._end_unroutable(run, held.decision)
+                else:
+                    dispatches.append(self._book(run, held.decision, now_ns))
+        return dispatches
+
+    def _plan_new(self, run: RequestRun, now_ns: int) -> Dispatch | None:
+        """Dispatch a run, hold it, or end it when no rank could ever take it."""
+        decision = run.router.pick(_routing_request(run), now_ns)
+        if decision.reason is RoutingReason.NO_RANK_UP and run.excluded_ranks:
+            # Every rank that is up has failed it once: better one of them again than none.
+            run.excluded_ranks = ()
+            decision = run.router.pick(_routing_request(run), now_ns)
+        if decision.reason in (RoutingReason.TOO_LARGE, RoutingReason.NO_SUCH_RANK):
+            self._end_unroutable(run, decision)
+            return None
+        if decision.rank is not None and not run.router.num_held:
+            return self._book(run, decision, now_ns)
+        if not run.router.hold(_routing_request(run), run.request.request_id, now_ns):
+            self._end_with_error(run, _error_full(run.router.num_held))
+        return None
+
+    def _book(self, run: RequestRun, decision: RoutingDecision, now_ns: int) -> Dispatch:
+        if decision.rank is None:
+            raise InvariantError(f"request {run.request.request_id}: a dispatch needs a rank")
+        request = run.request
+        rank_id = run.router.rank_id(decision.rank)
+        attempt_id = self._attempt_ids.next_id()
+        run.num_attempts += 1
+        run.attempt = Attempt(
+            attempt_id=attempt_id,
+            epoch=run.num_attempts,
+            engine_id=rank_id.engine_id,
+            rank=decision.rank,
+            num_prior_tokens=run.num_output_tokens,
+        )
+        run.phase = Phase.RUNNING
+        del self._waiting[request.request_id]
+        # Booked by attempt, not by request: a cancelled attempt may still run while its client
+        # repeats the request.
+        run.router.book(
+            decision.rank,
+            attempt_id,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            now_ns=now_ns,
+        )
+        self._router_of_attempt[attempt_id] = run.router
+        self._journal.begin_attempt(
+            request.request_id, attempt_id=attempt_id, epoch=run.attempt.epoch, target=rank_id
+        )
+        self.num_dispatched[rank_id] = self.num_dispatched.get(rank_id, 0) + 1
+        return Dispatch(
+            run=run,
+            decision=decision,
+            engine_id=rank_id.engine_id,
+            command=GenerateCommand(
+                attempt_id=attempt_id,
+                epoch=self.cluster.epoch,
+                dp_rank=rank_id.dp_rank,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=request.sampling,
+                priority=request.priority,
+            ),
+        )
+
+    def _hand_out(self, dispatch: Dispatch) -> None:
+        run = dispatch.run
+        attempt_id = AttemptId(dispatch.command.attempt_id)
+        if run.attempt is None or run.attempt.attempt_id != attempt_id:
+            self.on_attempt_released(attempt_id)  # ended between planning and handing out
+            return
+        self._drivers[dispatch.engine_id].generate(dispatch.command, run)
+
+    # ---- ends
+
+    def on_run_finished(self, run: RequestRun, finish: AttemptFinish) -> None:
+        """The engine ended the request well: tell the client at once."""
+        if finish.reason is FinishReason.ABORT:
+            self._end_with_error(
+                run,
+                RequestError(
+                    status=502, code="engine_aborted", message="the engine aborted the request"
+                ),
+            )
+            return
+        outcome = Outcome.STOP if finish.reason is FinishReason.STOP else Outcome.LENGTH
+        self._close_run(run, outcome=outcome)
+        run.stream.on_finish(
+            RequestFinish(
+                reason=finish.reason,
+                num_prompt_tokens=len(run.request.prompt_token_ids),
+                num_output_tokens=run.num_output_tokens,
+                num_cached_tokens=finish.num_cached_tokens,
+            )
+        )
+
+    def on_attempt_failed(self, run: RequestRun, error: DriverError) -> None:
+        """The attempt ended badly: refuse, or let the tick find another rank."""
+        is_lost = isinstance(error, EngineUnreachableError)
+        is_busy = isinstance(error, EngineRefusedError) and error.status in ENGINE_BUSY_STATUSES
+        if not (is_lost or is_busy):
+            self._end_with_error(run, _error_from_engine(error))
+            return
+        if run.attempt is None:
+            raise InvariantError(f"request {run.request.request_id} failed without an attempt")
+        run.phase = Phase.WAITING
+        self._journal.fence_attempt(run.request.request_id)
+        self._push(
+            AttemptLost(
+                request_id=run.request.request_id,
+                engine_id=run.attempt.engine_id,
+                reason=str(error),
+                is_engine_lost=is_lost,
+            )
+        )
+
+    def on_attempt_released(self, attempt_id: AttemptId) -> None:
+        """The engine holds nothing of this attempt any more."""
+        router = self._router_of_attempt.pop(attempt_id, None)
+        if router is not None:
+            router.release(attempt_id)
+            if router.num_held:
+                self._host.request_tick()
+
+    def _abort_attempt(self, run: RequestRun) -> None:
+        attempt = run.attempt
+        if attempt is not None and attempt.attempt_id in self._router_of_attempt:
+            self._drivers[attempt.engine_id].abort(attempt.attempt_id)
+
+    def _close_run(self, run: RequestRun, *, outcome: Outcome) -> None:
+        """Forget a request. Its booking stays until the engine has let go of it."""
+        request_id = run.request.request_id
+        run.phase = Phase.ENDED
+        del self._runs[request_id]
+        if self._waiting.pop(request_id, None) is not None:
+            run.router.drop_held(request_id)
+        self._journal.finish(request_id, reason=outcome.value)
+        self._count(run.request.model, outcome)
+
+    def _end_with_error(self, run: RequestRun, error: RequestError) -> None:
+        self._close_run(run, outcome=Outcome.ERROR)
+        self._abort_attempt(run)
+        log.warning(
+            "request.failed",
+            request_id=run.request.request_id,
+            code=error.code,
+            reason=error.message,
+            num_attempts=run.num_attempts,
+            num_output_tokens=run.num_output_tokens,
+        )
+        run.stream.on_error(error)
+
+    def _end_unroutable(self, run: RequestRun, decision: RoutingDecision) -> None:
+        self._end_with_error(run, _error_unroutable(run, decision.reason))
+
+    def _end_overdue(self, now_ns: int) -> None:
+        """End what has waited too long for any rank, oldest first."""
+        deadline_ns = now_ns - self.settings.queue_timeout_ns
+        while self._waiting:
+            run = next(iter(self._waiting.values()))
+            if run.time_ns > deadline_ns:
+                return
+            self._end_with_error(run, _error_no_engine(run.request.model))
+
+    def _set_timer(self) -> None:
+        """Ask to be called when something that waits runs out of time."""
+        times = [
+            expiry_ns
+            for router in self._routers.values()
+            if (expiry_ns := router.next_hold_expiry_ns()) is not None
+        ]
+        if self._waiting:
+            oldest = next(iter(self._waiting.values()))
+            times.append(oldest.time_ns + self.settings.queue_timeout_ns)
+        if not times:
+            self._timer_ns = None
+            return
+        now_ns = self._clock.now_ns()
+        time_ns = max(min(times), now_ns + 1)
+        if self._timer_ns is None or not now_ns < self._timer_ns <= time_ns:
+            self._timer_ns = time_ns
+            self._host.request_tick_at(time_ns)
+
+    def _count(self, model: str, outcome: Outcome) -> None:
+        key = (model, outcome)
+        self.num_requests[key] = self.num_requests.get(key, 0) + 1
+
+    def validate(self) -> None:
+        """Check that no request is in two places and every booking has an attempt. O(requests)."""
+        self.cluster.validate()
+        for router in self._routers.values():
+            router.validate()
+        for request_id, run in self._runs.items():
+            if run.phase is Phase.ENDED:
+                raise InvariantError(f"request {request_id} ended and is still kept")
+            if (run.phase is Phase.RUNNING) == (request_id in self._waiting):
+                raise InvariantError(
+                    f"request {request_id}: phase {run.phase.name} is not its place"
+                )
+        num_held = sum(router.num_held for router in self._routers.values())
+        if num_held != len(self._waiting):
+            raise InvariantError(f"{num_held} requests are held, {len(self._waiting)} wait")
+
+
+def _routing_request(run: RequestRun) -> RoutingRequest:
+    request = run.request
+    return RoutingRequest(
+        num_prompt_tokens=len(request.prompt_token_ids) + run.num_output_tokens,
+        pinned_dp_rank=request.pinned_dp_rank,
+        tenant=request.tenant,
+        excluded_ranks=run.excluded_ranks,
+    )
+
+
+def _error_no_engine(model: str) -> RequestError:
+    return RequestError(
+        status=503,
+        code="no_engine",
+        message=f"no engine that serves {model!r} is up",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def _error_full(num_held: int) -> RequestError:
+    return RequestError(
+        status=429,
+        code="overloaded",
+        message=f"{num_held} requests wait for an engine already",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def _error_stopping() -> RequestError:
+    return RequestError(
+        status=503, code="stopping", message="dsched is stopping", retry_after_s=RETRY_AFTER_S
+    )
+
+
+def _error_from_engine(error: DriverError) -> RequestError:
+    if isinstance(error, EngineRefusedError) and 400 <= error.status < 500:
+        return RequestError(status=400, code="engine_refused", message=str(error))
+    return RequestError(status=502, code="engine_error", message=str(error))
+
+
+def _error_unroutable(run: RequestRun, reason: RoutingReason) -> RequestError:
+    num_tokens = len(run.request.prompt_token_ids)
+    if reason is RoutingReason.TOO_LARGE:
+        return RequestError(
+            status=400,
+            code="context_length_exceeded",
+            message=f"a prompt of {num_tokens} tokens does not fit the KV cache of any rank",
+            param="prompt",
+        )
+    if reason is RoutingReason.NO_SUCH_RANK:
+        return RequestError(
+            status=400,
+            code="no_such_rank",
+            message=f"no engine has a DP rank {run.request.pinned_dp_rank}",
+            param="X-data-parallel-rank",
+        )
+    return _error_no_engine(run.request.model)

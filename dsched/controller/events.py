@@ -1,0 +1,53 @@
+"""Facts from outside that wait for the next tick. Frozen, past tense."""
+
+from dataclasses import dataclass
+
+from dsched.controller.request import InferenceRequest, RequestStream
+from dsched.drivers.base import EngineDescription
+from dsched.ids import EngineId, RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestArrived:
+    """A client's request was accepted by the front door."""
+
+    request: InferenceRequest
+    stream: RequestStream
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptLost:
+    """An attempt ended before its request did, and may be tried on another rank."""
+
+    request_id: RequestId
+    engine_id: EngineId
+    reason: str
+    is_engine_lost: bool
+    """The engine broke; `False` when it is alive and had no room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCameUp:
+    """An engine answers and says what it is."""
+
+    description: EngineDescription
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWentDown:
+    """An engine cannot serve."""
+
+    engine_id: EngineId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainAsked:
+    """An operator takes an engine out of service, or puts it back."""
+
+    engine_id: EngineId
+    is_draining: bool
+
+
+Event = RequestArrived | AttemptLost | EngineCameUp | EngineWentDown | DrainAsked

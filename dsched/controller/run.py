@@ -1,0 +1,139 @@
+"""One request on its way: the link between the attempts on engines and the client's stream.
+
+The token path does not wait for a tick: a chunk that arrives is fenced, recorded in the journal,
+booked, and handed to the stream, in that order, in one call. Only what needs a decision (an
+attempt that ended badly) becomes an event.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from dsched.controller.request import InferenceRequest, RequestStream
+from dsched.drivers.base import AttemptFinish
+from dsched.drivers.wire import TokenLogprob
+from dsched.errors import DriverError
+from dsched.faults import TokenJournal
+from dsched.ids import AttemptId, EngineId
+from dsched.routing import DecodeRouter
+
+
+class Phase(IntEnum):
+    """Where a request is."""
+
+    WAITING = 0
+    """No attempt runs: it waits for a rank."""
+    RUNNING = 1
+    ENDED = 2
+    """Its terminal event was given; what an engine still says of it is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """The attempt that runs now."""
+
+    attempt_id: AttemptId
+    epoch: int
+    """Counts the attempts of the request; the journal's fence."""
+    engine_id: EngineId
+    rank: int
+    """Rank number of the pool's router."""
+    num_prior_tokens: int
+    """Output tokens that were emitted before this attempt."""
+
+
+class RunOwner(Protocol):
+    """What a run tells its controller."""
+
+    num_fenced_tokens: int
+
+    def on_run_finished(self, run: "RequestRun", finish: AttemptFinish) -> None: ...
+
+    def on_attempt_failed(self, run: "RequestRun", error: DriverError) -> None: ...
+
+    def on_attempt_released(self, attempt_id: AttemptId) -> None: ...
+
+
+class RequestRun:
+    """State of one request; the sink of its attempts."""
+
+    __slots__ = (
+        "_journal",
+        "_owner",
+        "attempt",
+        "excluded_ranks",
+        "num_attempts",
+        "num_output_tokens",
+        "phase",
+        "pool",
+        "request",
+        "router",
+        "stream",
+        "time_ns",
+    )
+
+    def __init__(
+        self,
+        *,
+        request: InferenceRequest,
+        stream: RequestStream,
+        pool: str,
+        router: DecodeRouter,
+        journal: TokenJournal,
+        owner: RunOwner,
+        time_ns: int,
+    ) -> None:
+        self.request = request
+        self.stream = stream
+        self.pool = pool
+        self.router = router
+        self._journal = journal
+        self._owner = owner
+        self.time_ns = time_ns
+        """When it arrived."""
+        self.phase = Phase.WAITING
+        self.attempt: Attempt | None = None
+        self.num_attempts = 0
+        self.num_output_tokens = 0
+        self.excluded_ranks: tuple[int, ...] = ()
+        """Router's numbers of the ranks that failed it."""
+
+    def on_tokens(
+        self,
+        attempt_id: AttemptId,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] | None,
+    ) -> None:
+        attempt = self.attempt
+        if attempt is None or attempt.attempt_id != attempt_id or self.phase is not Phase.RUNNING:
+            self._owner.num_fenced_tokens += len(token_ids)
+            return
+        first_index = self.num_output_tokens
+        request_id = self.request.request_id
+        is_ours = self._journal.record(
+            request_id, epoch=attempt.epoch, first_index=first_index, token_ids=token_ids
+        )
+        if not is_ours:
+            return
+        num_tokens = len(token_ids)
+        self.num_output_tokens = first_index + num_tokens
+        self.router.add_tokens(attempt_id, num_tokens)
+        self.stream.on_tokens(first_index, token_ids, logprobs)
+
+    def on_finish(self, attempt_id: AttemptId, finish: AttemptFinish) -> None:
+        self._owner.on_attempt_released(attempt_id)
+        if self._is_current(attempt_id):
+            self._owner.on_run_finished(self, finish)
+
+    def on_failure(self, attempt_id: AttemptId, error: DriverError) -> None:
+        self._owner.on_attempt_released(attempt_id)
+        if self._is_current(attempt_id):
+            self._owner.on_attempt_failed(self, error)
+
+    def _is_current(self, attempt_id: AttemptId) -> bool:
+        return (
+            self.phase is Phase.RUNNING
+            and self.attempt is not None
+            and self.attempt.attempt_id == attempt_id
+        )
