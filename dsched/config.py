@@ -226,16 +226,16 @@ class JournalConfig(Section, frozen=True, kw_only=True):
     flush_interval_ms: Annotated[float, Meta(gt=0, le=60_000)] = 20.0
     """Longest time a token stays out of the file, in milliseconds. Below: more commits than the
     disk likes. Above: more tokens are lost to a restart when dsched is killed."""
-    max_batch_records: PositiveInt = 4_096
-    """Records of one commit. Below: many commits. Above: one commit blocks readers for long."""
-    max_pending_records: PositiveInt = 262_144
-    """Records that wait for the file before the journal counts as degraded and drops them from
-    the file (never from memory). Below: short stalls of the disk degrade it. Above: memory."""
+    max_batch_requests: PositiveInt = 4_096
+    """Requests of one commit. Below: many commits. Above: one commit holds the file for long."""
+    max_pending_requests: PositiveInt = 65_536
+    """Requests that may wait for a stalled disk before finished ones are kept out of the file and
+    counted. Below: short stalls lose history. Above: a long stall fills the memory."""
     max_retained_requests: Count = 10_000
     """Finished requests kept in the file for clients that ask again. Above: the file grows."""
     retention_s: Seconds = 3_600.0
     """Age at which a finished request leaves the file."""
-    is_sync_full: bool = False
+    sync_full: bool = False
     """Wait for the disk at each commit. `false` survives a killed process, not a power cut."""
 
 
@@ -252,7 +252,7 @@ class RegistryConfig(Section, frozen=True, kw_only=True):
 class MetricsConfig(Section, frozen=True, kw_only=True):
     """What `/metrics` shows."""
 
-    is_process_shown: bool = True
+    process: bool = True
     """Show memory, CPU time and file descriptors of the dsched process."""
     latency_buckets_s: tuple[Annotated[float, Meta(gt=0, le=86_400)], ...] = (
         0.001,
@@ -287,7 +287,7 @@ class LoggingConfig(Section, frozen=True, kw_only=True):
 class DebugConfig(Section, frozen=True, kw_only=True):
     """For finding faults in dsched."""
 
-    is_validating: bool = False
+    validate: bool = False
     """Check every invariant after each tick. Slow."""
 
 

@@ -1,0 +1,533 @@
+"""The token journal on disk: a SQLite file that a restarted dsched reads.
+
+In: the same calls as `MemoryJournal`, from the controller's thread. Out: one transaction every
+`flush_interval_s`, written by a thread of its own, with one row for each request that got tokens.
+
+The thread that records never waits for the disk. It only lists the entries that changed; the writer
+copies from each entry what the file lacks. So memory is always ahead of the file, by at most the
+flush interval while `status().is_durable` is true, and a file that was lost can be written again
+from memory. When the file cannot be written (locked, full, truncated, deleted), dsched serves on,
+`status()` says why, and the writer tries again once a second. A damaged file is set aside under the
+name `*.damaged`, never deleted.
+
+A killed process loses at most the flush interval; a power cut also what the system had not written,
+unless `sync_full`. Several processes may share one file; each row carries its owner.
+"""
+
+import os
+import sqlite3
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from dsched.clock import wall_time_s
+from dsched.drivers.wire import SamplingParams
+from dsched.errors import JournalError
+from dsched.faults.journal import (
+    AttemptRecord,
+    JournalEntry,
+    JournalStatus,
+    MemoryJournal,
+    RequestRecord,
+)
+from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
+
+SCHEMA_VERSION = 1
+RETRY_INTERVAL_S = 1.0
+EXPIRE_INTERVAL_S = 10
+MAX_EXPIRED_PER_PASS = 512
+"""Finished requests deleted in one transaction; more would hold the file for long."""
+BUSY_TIMEOUT_MS = 1_000
+"""Time to wait for another process's transaction before the file counts as locked."""
+CLOSE_TIMEOUT_S = 5.0
+DAMAGED_ERRORS = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS requests (
+    row_id INTEGER PRIMARY KEY AUTOINCREMENT,
+    request_id TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    model TEXT NOT NULL,
+    sampling BLOB NOT NULL,
+    opened_s INTEGER NOT NULL,
+    finished_s INTEGER,
+    finish_reason TEXT,
+    prompt BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS requests_by_id ON requests (request_id);
+CREATE TABLE IF NOT EXISTS attempts (
+    row_id INTEGER NOT NULL REFERENCES requests ON DELETE CASCADE,
+    epoch INTEGER NOT NULL,
+    attempt_id TEXT NOT NULL,
+    engine_id TEXT NOT NULL,
+    dp_rank INTEGER NOT NULL,
+    first_index INTEGER NOT NULL,
+    PRIMARY KEY (row_id, epoch)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS tokens (
+    row_id INTEGER NOT NULL REFERENCES requests ON DELETE CASCADE,
+    first_index INTEGER NOT NULL,
+    token_ids BLOB NOT NULL,
+    PRIMARY KEY (row_id, first_index)
+) WITHOUT ROWID;
+"""
+
+
+class SqliteJournal(MemoryJournal):
+    """A `MemoryJournal` that a writer thread copies into a SQLite file.
+
+    Never raises for the file's state; ask `status()`. Open requests are held in memory, ended ones
+    until the file has them.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        owner: str = "",
+        flush_interval_s: float = 0.02,
+        max_batch_requests: int = 4_096,
+        max_pending_requests: int = 65_536,
+        max_retained_requests: int = 10_000,
+        retention_s: float = 3_600.0,
+        sync_full: bool = False,
+        wall_time_s: Callable[[], int] = wall_time_s,
+    ) -> None:
+        super().__init__(max_retained_requests=max_retained_requests)
+        if max_batch_requests < 1:
+            raise ValueError(f"max_batch_requests {max_batch_requests} is below 1")
+        self._file = JournalFile(
+            Path(path), owner=owner, sync_full=sync_full, wall_time_s=wall_time_s
+        )
+        self._flush_interval_s = flush_interval_s
+        self._max_batch_requests = max_batch_requests
+        self._max_pending_requests = max_pending_requests
+        self._retention_s = retention_s
+        # Shared with the writer, under the lock.
+        self._lock = threading.Lock()
+        self._dirty: dict[JournalEntry, None] = {}
+        self._ended: dict[RequestId, JournalEntry] = {}
+        self._waiters: list[threading.Event] = []
+        self._degraded_reason: str | None = None
+        self._num_write_errors = 0
+        self._num_dropped_requests = 0
+        self._last_expire_s: int | None = None
+        self._has_work = threading.Event()
+        self._stop = threading.Event()
+        self._try_to_open()
+        self._writer = threading.Thread(target=self._run, name="dsched-journal", daemon=True)
+        self._writer.start()
+
+    def read_request(self, request_id: RequestId) -> RequestRecord | None:
+        """Return a request from memory, else the last one of that id from the file."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            with self._lock:
+                entry = self._ended.get(request_id)
+        if entry is not None:
+            return entry.to_record()
+        try:
+            return read_request(self._file.path, request_id)
+        except JournalError:
+            return None
+
+    def status(self) -> JournalStatus:
+        """Return how the file keeps up. O(open requests)."""
+        with self._lock:
+            reason = self._degraded_reason
+            num_pending = len(self._dirty)
+        return JournalStatus(
+            degraded_reason=reason,
+            is_durable=reason is None,
+            num_open_requests=len(self._entries),
+            num_recorded_tokens=self._num_recorded_tokens(),
+            num_fenced_tokens=self._num_fenced_tokens,
+            num_pending_requests=num_pending,
+            num_write_errors=self._num_write_errors,
+            num_dropped_requests=self._num_dropped_requests,
+        )
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until the file has all that was recorded before; `False` if it could not be."""
+        done = threading.Event()
+        with self._lock:
+            self._waiters.append(done)
+        self._has_work.set()
+        return done.wait(timeout_s) and self._degraded_reason is None
+
+    def close(self) -> None:
+        """Write what is pending and end the writer thread."""
+        self._stop.set()
+        self._has_work.set()
+        self._writer.join(CLOSE_TIMEOUT_S)
+
+    # -- the recording thread ----------------------------------------------------------------
+
+    def _on_opened(self, entry: JournalEntry) -> None:
+        entry.is_dirty = False
+        self._on_changed(entry)
+
+    def _on_changed(self, entry: JournalEntry) -> None:
+        # The writer clears `is_dirty` before it reads the entry: what was recorded before a true
+        # value was seen here is therefore read.
+        if entry.is_dirty:
+            return
+        with self._lock:
+            entry.is_dirty = True
+            self._dirty[entry] = None
+        if not self._has_work.is_set():
+            self._has_work.set()
+
+    def _on_finished(self, entry: JournalEntry) -> None:
+        with self._lock:
+            if entry.row_id is None and len(self._ended) >= self._max_pending_requests:
+                # Entries that the file already knows are kept: without their end a restarted
+                # dsched would take them for unfinished. There are no more of them than were open.
+                entry.is_abandoned = True
+                self._num_dropped_requests += 1
+                return
+            self._ended[entry.request_id] = entry
+        self._on_changed(entry)
+
+    # -- the writer thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._has_work.wait()
+            if not self._waiters:
+                self._stop.wait(self._flush_interval_s)
+            self._has_work.clear()
+            if not self._write_all():
+                self._stop.wait(RETRY_INTERVAL_S)
+                self._has_work.set()
+        self._write_all()
+        self._file.close()
+
+    def _write_all(self) -> bool:
+        """Write until nothing is left; `False` after an error. Wakes everyone in `flush`."""
+        with self._lock:
+            waiters, self._waiters = self._waiters, []
+        is_written = True
+        while is_written and (batch := self._take_batch()):
+            is_written = self._write_batch(batch)
+        if is_written:
+            is_written = self._keep_house()
+        with self._lock:
+            self._degraded_reason = None if is_written else self._degraded_reason
+        for waiter in waiters:
+            waiter.set()
+        return is_written
+
+    def _take_batch(self) -> list[JournalEntry]:
+        with self._lock:
+            batch = list(islice(self._dirty, self._max_batch_requests))
+            for entry in batch:
+                del self._dirty[entry]
+                entry.is_dirty = False
+        return [entry for entry in batch if not entry.is_abandoned]
+
+    def _write_batch(self, batch: list[JournalEntry]) -> bool:
+        try:
+            if self._file.open():
+                self._write_everything_again()
+            ended = self._file.write(batch)
+        except (sqlite3.Error, OSError, JournalError) as error:
+            self._note_failure(error, batch)
+            return False
+        with self._lock:
+            for entry in ended:
+                if self._ended.get(entry.request_id) is entry:
+                    del self._ended[entry.request_id]
+            for entry in batch:
+                if entry.is_abandoned:  # its opening was under way when its end was dropped
+                    entry.is_abandoned = False
+                    self._num_dropped_requests -= 1
+                    entry.is_dirty = True
+                    self._dirty[entry] = None
+        return True
+
+    def _note_failure(self, error: Exception, batch: list[JournalEntry]) -> None:
+        self._file.close()
+        if getattr(error, "sqlite_errorcode", None) in DAMAGED_ERRORS:
+            self._file.set_aside()
+        with self._lock:
+            self._num_write_errors += 1
+            self._degraded_reason = f"{self._file.path}: {error}"
+            for entry in batch:
+                if not entry.is_abandoned:
+                    entry.is_dirty = True
+                    self._dirty[entry] = None
+
+    def _write_everything_again(self) -> None:
+        """The file is a new one: list all that memory holds."""
+        for entry in [*self._entries.values(), *self._ended.values()]:
+            entry.forget_file()
+            self._on_changed(entry)
+
+    def _keep_house(self) -> bool:
+        """Delete what is too old, now and then; see that the file is still there."""
+        now_s = self._file.wall_time_s()
+        if self._last_expire_s is not None and now_s - self._last_expire_s < EXPIRE_INTERVAL_S:
+            return True
+        self._last_expire_s = now_s
+        try:
+            if self._file.open():
+                self._write_everything_again()
+            self._file.expire(
+                max_retained_requests=self._max_retained_requests, retention_s=self._retention_s
+            )
+        except (sqlite3.Error, OSError, JournalError) as error:
+            self._note_failure(error, [])
+            return False
+        return True
+
+    def _try_to_open(self) -> None:
+        try:
+            self._file.open()
+        except (sqlite3.Error, OSError, JournalError) as error:
+            self._note_failure(error, [])
+
+
+class JournalFile:
+    """The writing end of one SQLite file. For one thread at a time; raises `sqlite3.Error`,
+    `OSError` and `JournalError`."""
+
+    def __init__(
+        self, path: Path, *, owner: str, sync_full: bool, wall_time_s: Callable[[], int]
+    ) -> None:
+        self.path = path
+        self.owner = owner
+        self.wall_time_s = wall_time_s
+        self._sync_full = sync_full
+        self._connection: sqlite3.Connection | None = None
+        self._inode: int | None = None
+
+    def open(self) -> bool:
+        """Open the file if it is not open; `True` if it is another one than before.
+
+        A file deleted under us is noticed here: SQLite itself would write on into nothing.
+        """
+        if self._connection is not None and self._inode == _inode_of(self.path):
+            return False
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(
+            self.path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_MS / 1e3
+        )
+        try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+        previous, self._inode = self._inode, _inode_of(self.path)
+        return previous is not None and previous != self._inode
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {'FULL' if self._sync_full else 'NORMAL'}")
+        connection.execute("PRAGMA foreign_keys = ON")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, SCHEMA_VERSION):
+            raise JournalError(
+                f"{self.path} has journal format {version}; this dsched writes {SCHEMA_VERSION}"
+            )
+        if version == 0:
+            connection.executescript(SCHEMA)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def close(self) -> None:
+        """Close the file; `open` opens it again."""
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            connection.close()
+
+    def set_aside(self) -> None:
+        """Rename a damaged file, so that a new one takes its place."""
+        for suffix in ("", "-wal", "-shm"):
+            old = Path(f"{self.path}{suffix}")
+            if old.exists():
+                old.rename(f"{self.path}.damaged{suffix}")
+
+    def write(self, batch: list[JournalEntry]) -> list[JournalEntry]:
+        """Write what the file lacks of each entry, in one transaction; return those that ended."""
+        assert self._connection is not None
+        connection = self._connection
+        writes: list[tuple[JournalEntry, int, int, int]] = []
+        ended: list[JournalEntry] = []
+        attempts: list[tuple[int, int, str, str, int, int]] = []
+        tokens: list[tuple[int, int, bytes]] = []
+        ends: list[tuple[int, str, int]] = []
+        now_s = self.wall_time_s()
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            for entry in batch:
+                # In this order: an end is written only with all tokens, tokens with their attempt.
+                finish_reason = entry.finish_reason
+                num_tokens = len(entry.tokens)
+                num_attempts = len(entry.attempts)
+                row_id = entry.row_id
+                if row_id is None:
+                    row_id = self._insert_request(connection, entry, now_s)
+                for a in entry.attempts[entry.num_attempts_written : num_attempts]:
+                    attempts.append(  # noqa: PERF401 - one flat list for all entries
+                        (row_id, a.epoch, a.attempt_id, *a.target, a.first_index)
+                    )
+                first_index = entry.num_tokens_written
+                if num_tokens > first_index:
+                    token_ids = entry.tokens[first_index:num_tokens].tobytes()
+                    tokens.append((row_id, first_index, token_ids))
+                if finish_reason is not None:
+                    ended.append(entry)
+                    ends.append((now_s, finish_reason, row_id))
+                writes.append((entry, row_id, num_attempts, num_tokens))
+            connection.executemany("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?)", attempts)
+            connection.executemany("INSERT INTO tokens VALUES (?, ?, ?)", tokens)
+            connection.executemany(
+                "UPDATE requests SET finished_s = ?, finish_reason = ? WHERE row_id = ?", ends
+            )
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        for entry, row_id, num_attempts, num_tokens in writes:
+            entry.row_id = row_id
+            entry.num_attempts_written = num_attempts
+            entry.num_tokens_written = num_tokens
+        return ended
+
+    def _insert_request(
+        self, connection: sqlite3.Connection, entry: JournalEntry, now_s: int
+    ) -> int:
+        cursor = connection.execute(
+            "INSERT INTO requests (request_id, owner, model, sampling, opened_s, prompt)"
+            " VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                entry.request_id,
+                self.owner,
+                entry.model,
+                msgspec.msgpack.encode(entry.sampling),
+                now_s,
+                array("i", entry.prompt_token_ids).tobytes(),
+            ),
+        )
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
+
+    def expire(self, *, max_retained_requests: int, retention_s: float) -> None:
+        """Delete finished requests that are too many or too old, and what other owners left open
+        for that long."""
+        assert self._connection is not None
+        cutoff_s = self.wall_time_s() - int(retention_s)
+        self._connection.execute(
+            "DELETE FROM requests WHERE row_id IN (SELECT row_id FROM requests WHERE"
+            " (finished_s IS NOT NULL AND (finished_s < :cutoff OR row_id <= COALESCE(("
+            "   SELECT row_id FROM requests WHERE finished_s IS NOT NULL"
+            "   ORDER BY row_id DESC LIMIT 1 OFFSET :retained), -1)))"
+            " OR (finished_s IS NULL AND owner <> :owner AND opened_s < :cutoff)"
+            " ORDER BY row_id LIMIT :limit)",
+            {
+                "cutoff": cutoff_s,
+                "retained": max_retained_requests,
+                "owner": self.owner,
+                "limit": MAX_EXPIRED_PER_PASS,
+            },
+        )
+
+
+def read_request(path: str | Path, request_id: RequestId) -> RequestRecord | None:
+    """Return the last request of that id in the file. Raises `JournalError` if there is no reading
+    it."""
+    records = _read(path, "request_id = ? ORDER BY row_id DESC LIMIT 1", (request_id,))
+    return next(records, None)
+
+
+def read_unfinished(path: str | Path, *, owner: str | None = None) -> Iterator[RequestRecord]:
+    """Yield the requests that have no end, oldest first; of one owner if it is given.
+
+    Whether an owner is still alive, and its requests therefore in good hands, is the registry's to
+    say. Raises `JournalError` if the file cannot be read.
+    """
+    if owner is None:
+        return _read(path, "finish_reason IS NULL ORDER BY row_id", ())
+    return _read(path, "finish_reason IS NULL AND owner = ? ORDER BY row_id", (owner,))
+
+
+def _read(path: str | Path, where: str, values: tuple[str, ...]) -> Iterator[RequestRecord]:
+    uri = f"{Path(path).absolute().as_uri()}?mode=ro"
+    try:
+        with closing(sqlite3.connect(uri, uri=True, timeout=0)) as connection:
+            # One read transaction: a request and its tokens are from the same moment.
+            connection.execute("BEGIN")
+            rows = connection.execute(
+                "SELECT row_id, request_id, model, sampling, finish_reason, prompt"
+                f" FROM requests WHERE {where}",
+                values,
+            )
+            for row in rows:
+                yield _to_record(connection, *row)
+    except (sqlite3.Error, msgspec.DecodeError) as error:
+        raise JournalError(f"{path}: {error}") from error
+
+
+def _to_record(
+    connection: sqlite3.Connection,
+    row_id: int,
+    request_id: str,
+    model: str,
+    sampling: bytes,
+    finish_reason: str | None,
+    prompt: bytes,
+) -> RequestRecord:
+    prompt_token_ids = tuple(array("i", prompt))
+    attempts = connection.execute(
+        "SELECT attempt_id, epoch, engine_id, dp_rank, first_index FROM attempts"
+        " WHERE row_id = ? ORDER BY epoch",
+        (row_id,),
+    )
+    return RequestRecord(
+        request_id=RequestId(request_id),
+        model=model,
+        prompt_token_ids=prompt_token_ids,
+        num_prompt_tokens=len(prompt_token_ids),
+        sampling=msgspec.msgpack.decode(sampling, type=SamplingParams),
+        attempts=tuple(
+            AttemptRecord(
+                attempt_id=AttemptId(attempt_id),
+                epoch=epoch,
+                target=RankId(EngineId(engine_id), DpRank(dp_rank)),
+                first_index=first_index,
+            )
+            for attempt_id, epoch, engine_id, dp_rank, first_index in attempts
+        ),
+        output_token_ids=tuple(_read_tokens(connection, row_id, request_id)),
+        finish_reason=finish_reason,
+    )
+
+
+def _read_tokens(connection: sqlite3.Connection, row_id: int, request_id: str) -> "array[int]":
+    tokens = array("i")
+    rows = connection.execute(
+        "SELECT first_index, token_ids FROM tokens WHERE row_id = ? ORDER BY first_index",
+        (row_id,),
+    )
+    for first_index, token_ids in rows:
+        if first_index != len(tokens):
+            raise JournalError(
+                f"request {request_id}: tokens from {first_index}, expected {len(tokens)}"
+            )
+        tokens.frombytes(token_ids)
+    return tokens
+
+
+def _inode_of(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
