@@ -1,0 +1,244 @@
+"""Checks that look at several values at once, before any port is opened.
+
+In: a `Config` whose values each have the right type and range. Out: the same with its URLs
+normalised, or `ConfigError` that starts with a path. Imports the operator's own policies to see
+that they exist and accept their arguments; calls nothing of them.
+"""
+
+import importlib
+import inspect
+import ipaddress
+from collections.abc import Callable, Mapping
+from urllib.parse import urlsplit
+
+from msgspec.structs import replace
+
+from dsched.config import BUILTIN_ROUTING_POLICIES, Config, EngineConfig, PoolConfig
+from dsched.errors import ConfigError
+
+MAX_ENDPOINT_LENGTH = 4_096
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def check_config(config: Config) -> Config:
+    """Check what spans several values; return the configuration with normalised URLs."""
+    _check_addresses(config)
+    _check_buckets(config.metrics.latency_buckets_s)
+    _check_policy(config.routing.policy, config.routing.policy_args)
+    _check_endpoint("$.agent.endpoint", config.agent.endpoint)
+    _check_registry_url(config)
+    config = replace(
+        config,
+        pools={
+            name: replace(
+                pool,
+                engines=tuple(
+                    _normalise_engine(f"$.pools.{name}.engines[{index}]", engine)
+                    for index, engine in enumerate(pool.engines)
+                ),
+            )
+            for name, pool in config.pools.items()
+        },
+    )
+    _check_pools(config)
+    _check_launch(config)
+    return config
+
+
+def _check_addresses(config: Config) -> None:
+    for path, host in (
+        ("$.front_door.host", config.front_door.host),
+        ("$.admin.host", config.admin.host),
+    ):
+        if not host or any(c.isspace() or c in "/@" for c in host):
+            raise ConfigError(f"{path}: {host!r} is not a host name or address")
+    same_host = config.front_door.host == config.admin.host
+    if same_host and config.front_door.port == config.admin.port != 0:
+        raise ConfigError(
+            f"$.admin.port: {config.admin.port} is also the front door's port on "
+            f"{config.admin.host}"
+        )
+
+
+def _check_buckets(buckets: tuple[float, ...]) -> None:
+    for index in range(1, len(buckets)):
+        if buckets[index] <= buckets[index - 1]:
+            raise ConfigError(
+                f"$.metrics.latency_buckets_s[{index}]: {buckets[index]} does not rise above "
+                f"{buckets[index - 1]}"
+            )
+
+
+def _check_endpoint(path: str, endpoint: str) -> None:
+    scheme, _, address = endpoint.partition("://")
+    if scheme not in ("tcp", "ipc") or not address or len(endpoint) > MAX_ENDPOINT_LENGTH:
+        raise ConfigError(f"{path}: {endpoint!r} is not tcp://host:port or ipc://path")
+    if scheme == "tcp":
+        _, colon, port = address.rpartition(":")
+        is_port = port.isdecimal() and int(port) <= 65_535
+        if not colon or not (is_port or port == "*"):
+            raise ConfigError(f"{path}: {endpoint!r} needs a port, as in tcp://127.0.0.1:8002")
+
+
+def _check_registry_url(config: Config) -> None:
+    url = config.registry.url
+    if url is None or url == "memory://":
+        return
+    if not url.startswith("sqlite:///") or url == "sqlite:///":
+        raise ConfigError(f"$.registry.url: {url!r} is not sqlite:///PATH or memory://")
+
+
+# -- policies --------------------------------------------------------------------------------------
+
+
+def _check_policy(policy: str, arguments: Mapping[str, object]) -> None:
+    if policy in BUILTIN_ROUTING_POLICIES:
+        if arguments:
+            raise ConfigError(
+                f"$.routing.policy_args: {policy} takes no arguments, got {sorted(arguments)}"
+            )
+        return
+    policy_class = load_reference("$.routing.policy", policy, BUILTIN_ROUTING_POLICIES)
+    try:
+        inspect.signature(policy_class).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"$.routing.policy_args: {policy}: {error}") from error
+    except ValueError:  # a builtin without a signature: nothing to compare with
+        return
+
+
+def load_reference(
+    path: str, reference: str, builtin_names: tuple[str, ...] = ()
+) -> Callable[..., object]:
+    """Import what `module:Name` names. Raises `ConfigError` that names the missing part."""
+    module_name, colon, attribute = reference.partition(":")
+    if not colon or not module_name or not attribute:
+        names = ", ".join(builtin_names)
+        raise ConfigError(f"{path}: {reference!r} is none of {names}, and not module:Class")
+    try:
+        found: object = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{path}: no module named {error.name!r} for {reference!r}") from error
+    except Exception as error:  # the plug-in door: an operator's module may raise anything
+        raise ConfigError(
+            f"{path}: importing {module_name!r} raised {type(error).__name__}: {_one_line(error)}"
+        ) from error
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise ConfigError(f"{path}: module {module_name!r} has no {attribute!r}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise ConfigError(f"{path}: {reference!r} is not a class or function")
+    return found
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+# -- pools -----------------------------------------------------------------------------------------
+
+
+def _check_pools(config: Config) -> None:
+    ids: dict[str, str] = {}
+    urls: dict[str, str] = {}
+    for name, pool in config.pools.items():
+        path = f"$.pools.{name}"
+        if not pool.engines:
+            raise ConfigError(f"{path}.engines: pool {name!r} has no engine")
+        if not pool.model.name:
+            raise ConfigError(f"{path}.model.name: must not be empty")
+        _check_model_names(path, pool)
+        for index, engine in enumerate(pool.engines):
+            engine_path = f"{path}.engines[{index}]"
+            _check_unique(f"{engine_path}.id", config.engine_id(name, index), ids, "engine id")
+            if engine.url is not None:
+                _check_unique(f"{engine_path}.url", engine.url, urls, "engine URL")
+    _check_roles(config.pools)
+
+
+def _check_unique(path: str, value: str, seen: dict[str, str], what: str) -> None:
+    if value in seen:
+        raise ConfigError(f"{path}: {what} {value!r} is already at {seen[value]}")
+    seen[value] = path
+
+
+def _check_model_names(path: str, pool: PoolConfig) -> None:
+    """Engines name their model each, or none does: a list that is short by one is a mistake."""
+    stated = [engine.model for engine in pool.engines if engine.model is not None]
+    if stated and len(stated) != len(pool.engines):
+        raise ConfigError(
+            f"{path}.engines: {len(stated)} of {len(pool.engines)} engines name a model; "
+            "name it for every engine, or only once as the pool's model"
+        )
+    if "" in stated:
+        raise ConfigError(f"{path}.engines[{stated.index('')}].model: must not be empty")
+
+
+def _check_roles(pools: Mapping[str, PoolConfig]) -> None:
+    """Every model with a prefill pool needs a decode pool, and the other way round."""
+    for role, other in (("prefill", "decode"),):
+        served = {pool.model.name for pool in pools.values() if pool.role == other}
+        for name, pool in pools.items():
+            if pool.role == role and pool.model.name not in served:
+                raise ConfigError(
+                    f"$.pools.{name}.role: a {role} pool needs a {other} pool for model "
+                    f"{pool.model.name!r}"
+                )
+
+
+def _check_launch(config: Config) -> None:
+    launch = config.launch
+    if config.pools:
+        return
+    if launch.engine != "sim" and not launch.model:
+        raise ConfigError(f"$.launch.model: engine {launch.engine!r} needs a model folder")
+
+
+# -- engines ---------------------------------------------------------------------------------------
+
+
+def _normalise_engine(path: str, engine: EngineConfig) -> EngineConfig:
+    if engine.id is not None and (not engine.id or any(c.isspace() for c in engine.id)):
+        raise ConfigError(f"{path}.id: {engine.id!r} is empty or has a space")
+    if engine.kind == "sim":
+        if engine.url is not None:
+            raise ConfigError(f"{path}.url: a simulated engine runs inside dsched and has no URL")
+        return engine
+    if engine.url is None:
+        raise ConfigError(f"{path}.url: missing; an engine of kind {engine.kind!r} needs one")
+    return replace(engine, url=normalise_url(f"{path}.url", engine.url))
+
+
+def normalise_url(path: str, url: str) -> str:
+    """Return `scheme://host:port[/prefix]` without a trailing `/` or `/v1`.
+
+    >>> normalise_url("$", "HTTP://Host:8000/v1/")
+    'http://host:8000'
+    >>> normalise_url("$", "http://[::1]")
+    'http://[::1]:80'
+    """
+    if any(character.isspace() for character in url):
+        raise ConfigError(f"{path}: {url!r} contains a space")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{path}: {url!r}: {error}") from error
+    if parts.scheme not in DEFAULT_PORTS or not parts.hostname:
+        raise ConfigError(f"{path}: {url!r} is not of the form http://host:port")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ConfigError(f"{path}: {url!r} may not have a user, a query or a fragment")
+    if port == 0:
+        raise ConfigError(f"{path}: {url!r} has port 0")
+    prefix = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    host = _host_text(parts.hostname)
+    return f"{parts.scheme}://{host}:{port or DEFAULT_PORTS[parts.scheme]}{prefix}"
+
+
+def _host_text(host: str) -> str:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return f"[{address}]" if address.version == 6 else str(address)
