@@ -17,6 +17,16 @@ from dsched.rng import stream
 from dsched.sim.traces import NS_PER_S, RowCounts, Trace
 
 
+def _check_rate(rate_per_s: float) -> None:
+    if not 0 < rate_per_s < np.inf:
+        raise ValueError(f"rate_per_s {rate_per_s} must be positive")
+
+
+def _check_tokens(name: str, count: int) -> None:
+    if count < 1:
+        raise ValueError(f"{name} {count} must be at least 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedLength:
     """Every length is `num_tokens`."""
@@ -68,7 +78,9 @@ class EmpiricalLength:
             _check_tokens("seen_tokens", count)
 
     def sample(self, rng: np.random.Generator, count: int) -> NDArray[np.int32]:
-        return rng.choice(np.array(self.seen_tokens, dtype=np.int32), size=count)
+        seen = np.array(self.seen_tokens, dtype=np.int32)
+        drawn: NDArray[np.int32] = seen[rng.integers(len(seen), size=count)]
+        return drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +100,8 @@ class MixtureLength:
         share = np.array(self.weights) / sum(self.weights)
         part = rng.choice(len(self.parts), size=count, p=share)
         # Each part draws for every request, so that the weights move no other draw.
-        drawn = np.stack([one.sample(rng, count) for one in self.parts])
-        return np.take_along_axis(drawn, part[np.newaxis, :], axis=0)[0]
+        drawn: NDArray[np.int32] = np.stack([one.sample(rng, count) for one in self.parts])
+        return drawn[part, np.arange(count)]
 
 
 LengthDistribution = FixedLength | LogNormalLength | EmpiricalLength | MixtureLength
@@ -186,16 +198,6 @@ def _cumulate(gaps_s: NDArray[np.float64]) -> NDArray[np.int64]:
     if len(gaps_ns):
         gaps_ns[0] = 0
     return np.cumsum(gaps_ns)
-
-
-def _check_rate(rate_per_s: float) -> None:
-    if not 0 < rate_per_s < np.inf:
-        raise ValueError(f"rate_per_s {rate_per_s} must be positive")
-
-
-def _check_tokens(name: str, count: int) -> None:
-    if count < 1:
-        raise ValueError(f"{name} {count} must be at least 1")
 
 
 def empirical(lengths: Sequence[int] | NDArray[np.int32]) -> EmpiricalLength:
