@@ -1,0 +1,545 @@
+"""Controller: one behaviour a test, over fake engines that do what the test tells them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from dsched.clock import ManualClock
+from dsched.controller import Controller, ControllerSettings, EngineSpec, PoolSpec
+from dsched.controller.request import InferenceRequest, RequestError, RequestFinish
+from dsched.drivers.base import (
+    AttemptFinish,
+    AttemptSink,
+    EngineCapabilities,
+    EngineDescription,
+    EngineListener,
+    FinishReason,
+)
+from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams, TokenLogprob
+from dsched.errors import EngineRefusedError, EngineUnreachableError
+from dsched.faults import MemoryJournal
+from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RequestId
+
+SECOND_NS = 1_000_000_000
+
+
+@dataclass
+class FakeEngine:
+    """A driver that records what it is asked and answers when the test says so."""
+
+    engine_id: EngineId
+    model: str = "m"
+    num_dp_ranks: int = 1
+    kv_capacity_tokens: int = 1_000
+    max_running_requests: int = 8
+    commands: dict[AttemptId, GenerateCommand] = field(default_factory=dict)
+    sinks: dict[AttemptId, AttemptSink] = field(default_factory=dict)
+    aborted: list[AttemptId] = field(default_factory=list)
+    listener: EngineListener | None = None
+    is_closed: bool = False
+
+    def start(self, listener: EngineListener) -> None:
+        self.listener = listener
+
+    def come_up(self) -> None:
+        assert self.listener is not None
+        self.listener.on_engine_up(
+            EngineDescription(
+                engine_id=self.engine_id,
+                kind="sim",
+                model=self.model,
+                max_model_len=500,
+                vocab_size=100,
+                num_dp_ranks=self.num_dp_ranks,
+                kv_capacity_tokens=self.kv_capacity_tokens,
+                max_running_requests=self.max_running_requests,
+                capabilities=EngineCapabilities(can_steer_dp_rank=True),
+            )
+        )
+
+    def go_down(self) -> None:
+        assert self.listener is not None
+        self.listener.on_engine_down(self.engine_id, "killed")
+
+    def generate(self, command: GenerateCommand, sink: AttemptSink) -> None:
+        attempt_id = AttemptId(command.attempt_id)
+        assert attempt_id not in self.commands
+        self.commands[attempt_id] = command
+        self.sinks[attempt_id] = sink
+
+    def abort(self, attempt_id: AttemptId) -> None:
+        self.aborted.append(attempt_id)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    # What the test makes the engine do.
+
+    def emit(self, *token_ids: int, attempt: int = -1) -> None:
+        attempt_id = list(self.commands)[attempt]
+        self.sinks[attempt_id].on_tokens(attempt_id, token_ids, None)
+
+    def finish(self, reason: FinishReason = FinishReason.STOP, attempt: int = -1) -> None:
+        attempt_id = list(self.commands)[attempt]
+        self.sinks[attempt_id].on_finish(attempt_id, AttemptFinish(reason=reason))
+
+    def fail(self, error: Exception, attempt: int = -1) -> None:
+        attempt_id = list(self.commands)[attempt]
+        self.sinks[attempt_id].on_failure(attempt_id, error)  # type: ignore[arg-type]
+
+
+@dataclass
+class Heard:
+    """A client's stream, written down."""
+
+    token_ids: list[int] = field(default_factory=list)
+    ends: list[RequestFinish | RequestError] = field(default_factory=list)
+
+    def on_tokens(
+        self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> None:
+        assert first_index == len(self.token_ids), "a token was lost or repeated"
+        assert not self.ends, "a token after the end"
+        self.token_ids.extend(token_ids)
+
+    def on_finish(self, finish: RequestFinish) -> None:
+        self.ends.append(finish)
+
+    def on_error(self, error: RequestError) -> None:
+        self.ends.append(error)
+
+    @property
+    def error(self) -> RequestError:
+        assert len(self.ends) == 1
+        assert isinstance(self.ends[0], RequestError)
+        return self.ends[0]
+
+
+class Bench:
+    """A controller over fake engines, ticked by hand."""
+
+    def __init__(self, *engines: FakeEngine, settings: ControllerSettings | None = None) -> None:
+        self.engines = engines
+        self.clock = ManualClock()
+        self.journal = MemoryJournal()
+        self.num_asked = 0
+        self.times: list[int] = []
+        self.controller = Controller(
+            pools=[
+                PoolSpec(
+                    name="p",
+                    model="m",
+                    engines=tuple(EngineSpec(engine_id=e.engine_id, model="m") for e in engines),
+                )
+            ],
+            drivers={engine.engine_id: engine for engine in engines},
+            journal=self.journal,
+            clock=self.clock,
+            host=self,
+            attempt_ids=AttemptIds(process_tag=1),
+            settings=settings or ControllerSettings(is_validating=True),
+        )
+        self.controller.start()
+        for engine in engines:
+            engine.come_up()
+        self.controller.tick()
+
+    def request_tick(self) -> None:
+        self.num_asked += 1
+
+    def request_tick_at(self, time_ns: int) -> None:
+        self.times.append(time_ns)
+
+    def ask(self, request_id: str, *, prompt_len: int = 10, pin: int | None = None) -> Heard:
+        heard = Heard()
+        self.controller.submit(
+            InferenceRequest(
+                request_id=RequestId(request_id),
+                model="m",
+                prompt_token_ids=tuple(range(prompt_len)),
+                sampling=SamplingParams(max_tokens=50),
+                pinned_dp_rank=None if pin is None else DpRank(pin),
+            ),
+            heard,
+        )
+        return heard
+
+    def wait(self, duration_ns: int) -> None:
+        self.clock.advance_to(self.clock.now_ns() + duration_ns)
+        self.controller.tick()
+
+
+def engines(count: int = 2, **options: int) -> list[FakeEngine]:
+    return [FakeEngine(EngineId(f"e{index}"), **options) for index in range(count)]  # type: ignore[arg-type]
+
+
+def test_a_burst_is_spread_before_any_report() -> None:
+    """Eight requests of one tick over four idle engines: two each (RT-01)."""
+    bench = Bench(*engines(4))
+
+    for index in range(8):
+        bench.ask(f"r{index}")
+    bench.controller.tick()
+
+    assert [len(engine.commands) for engine in bench.engines] == [2, 2, 2, 2]
+
+
+def test_tokens_reach_the_client_after_the_journal() -> None:
+    """What the client hears is what the journal has, and the end comes once."""
+    (engine,) = engines(1)
+    bench = Bench(engine)
+    heard = bench.ask("r")
+    bench.controller.tick()
+
+    engine.emit(1, 2)
+    engine.emit(3)
+    recorded = bench.journal.output_token_ids(RequestId("r"))
+    engine.finish()
+
+    assert heard.token_ids == [1, 2, 3]
+    assert recorded == (1, 2, 3)
+    assert heard.ends == [
+        RequestFinish(reason=FinishReason.STOP, num_prompt_tokens=10, num_output_tokens=3)
+    ]
+    assert bench.controller.num_open_requests == 0
+
+
+def test_a_request_killed_before_its_first_token_is_tried_elsewhere() -> None:
+    """Nothing was sent, so a restart is exact; the engine that failed is not asked again."""
+    bench = Bench(*engines(2))
+    heard = bench.ask("r")
+    bench.controller.tick()
+    first = next(engine for engine in bench.engines if engine.commands)
+    other = next(engine for engine in bench.engines if engine is not first)
+
+    first.fail(EngineUnreachableError("reset"))
+    bench.controller.tick()
+    other.emit(7)
+    other.finish()
+
+    assert heard.token_ids == [7]
+    assert len(heard.ends) == 1
+    assert bench.controller.num_retries == 1
+
+
+def test_an_engine_lost_in_the_middle_ends_the_stream_with_one_error() -> None:
+    """Without handoff the client is told; it never sees a good end."""
+    (engine,) = engines(1)
+    bench = Bench(engine)
+    heard = bench.ask("r")
+    bench.controller.tick()
+
+    engine.emit(1)
+    engine.fail(EngineUnreachableError("reset"))
+    bench.controller.tick()
+
+    assert heard.error.status == 502
+    assert "after 1 tokens" in heard.error.message
+
+
+def test_a_late_attempt_adds_nothing() -> None:
+    """Tokens of an attempt that was replaced are counted and dropped."""
+    bench = Bench(*engines(2))
+    heard = bench.ask("r")
+    bench.controller.tick()
+    first = next(engine for engine in bench.engines if engine.commands)
+    other = next(engine for engine in bench.engines if engine is not first)
+    first.fail(EngineUnreachableError("frozen"))
+    bench.controller.tick()
+
+    first.emit(1, 2, 3)
+    other.emit(9)
+
+    assert heard.token_ids == [9]
+    assert bench.controller.num_fenced_tokens == 3
+
+
+def test_cancel_aborts_in_the_engine_and_says_nothing_more() -> None:
+    """The booking stays until the engine lets go, then the rank is empty."""
+    (engine,) = engines(1)
+    bench = Bench(engine)
+    heard = bench.ask("r")
+    bench.controller.tick()
+    (attempt_id,) = engine.commands
+
+    bench.controller.cancel(RequestId("r"))
+    engine.emit(5)
+    before = bench.controller.engine_statuses()[0].ranks[0].num_running
+    engine.finish(FinishReason.ABORT)
+    after = bench.controller.engine_statuses()[0].ranks[0]
+
+    assert engine.aborted == [attempt_id]
+    assert not heard.token_ids
+    assert not heard.ends
+    assert before == 1
+    assert (after.num_running, after.num_kv_tokens) == (0, 0)
+
+
+def test_cancel_before_the_tick_reaches_no_engine() -> None:
+    """A client that leaves at once costs nothing."""
+    (engine,) = engines(1)
+    bench = Bench(engine)
+
+    bench.ask("r")
+    bench.controller.cancel(RequestId("r"))
+    bench.controller.tick()
+
+    assert not engine.commands
+
+
+def test_full_ranks_hold_requests_and_take_them_when_room_appears() -> None:
+    """Late binding: the ninth request waits, and goes to whoever frees a place."""
+    bench = Bench(*engines(2, max_running_requests=2))
+    for index in range(5):
+        bench.ask(f"r{index}")
+    bench.controller.tick()
+    assert bench.controller.num_waiting_requests == 1
+
+    bench.engines[1].finish(attempt=0)
+    bench.controller.tick()
+
+    assert bench.controller.num_waiting_requests == 0
+    assert [len(engine.commands) for engine in bench.engines] == [2, 3]
+
+
+def test_too_many_held_requests_are_refused_with_429() -> None:
+    """The queue is bounded; who comes too late is told when to return."""
+    settings = ControllerSettings(max_held_requests=1, is_validating=True)
+    bench = Bench(*engines(1, max_running_requests=1), settings=settings)
+
+    streams = [bench.ask(f"r{index}") for index in range(3)]
+    bench.controller.tick()
+
+    assert [len(heard.ends) for heard in streams] == [0, 0, 1]
+    assert (streams[2].error.status, streams[2].error.retry_after_s) == (429, 1)
+
+
+def test_a_held_request_goes_to_a_full_rank_after_the_bounded_wait() -> None:
+    """The engine's own queue decides when the router has held for too long."""
+    settings = ControllerSettings(max_hold_ns=5 * SECOND_NS, is_validating=True)
+    bench = Bench(*engines(1, max_running_requests=1), settings=settings)
+    bench.ask("r0")
+    bench.ask("r1")
+    bench.controller.tick()
+    assert bench.times[-1] == 5 * SECOND_NS
+
+    bench.wait(5 * SECOND_NS)
+
+    assert len(bench.engines[0].commands) == 2
+
+
+def test_no_engine_up_is_503_for_a_known_model_and_404_for_another() -> None:
+    """A model whose engines are down is not unknown (FA-07)."""
+    (engine,) = engines(1)
+    bench = Bench(engine)
+    engine.go_down()
+    bench.controller.tick()
+
+    known = bench.ask("r0")
+    bench.controller.submit(
+        InferenceRequest(
+            request_id=RequestId("r1"),
+            model="other",
+            prompt_token_ids=(1,),
+            sampling=SamplingParams(max_tokens=1),
+        ),
+        unknown := Heard(),
+    )
+    bench.controller.tick()
+
+    assert (known.error.status, known.error.retry_after_s) == (503, 1)
+    assert (unknown.error.status, unknown.error.param) == (404, "model")
+    assert not bench.controller.models()["m"].is_available
+    assert bench.controller.not_ready_reason() == "pool 'p' has no engine up"
+
+
+def test_an_engine_that_comes_back_serves_again() -> None:
+    """No restart of dsched is needed, and the epoch tells the two lives apart."""
+    (engine,) = engines(1)
+    bench = Bench(engine)
+    epoch = bench.controller.cluster.epoch
+    engine.go_down()
+    bench.controller.tick()
+    engine.come_up()
+    bench.controller.tick()
+
+    bench.ask("r")
+    bench.controller.tick()
+
+    (command,) = engine.commands.values()
+    assert command.epoch == epoch + 2
+    assert bench.controller.not_ready_reason() is None
+
+
+def test_an_engine_with_another_model_is_kept_out() -> None:
+    """Two models in one pool would mix answers."""
+    right, wrong = engines(2)
+    wrong.model = "other"
+    bench = Bench(right, wrong)
+
+    for index in range(4):
+        bench.ask(f"r{index}")
+    bench.controller.tick()
+
+    assert len(right.commands) == 4
+    status = bench.controller.engine_statuses()[1]
+    assert status.reason == "serves model 'other', but pool 'p' needs 'm'"
+
+
+def test_the_pinned_dp_rank_is_used_and_a_missing_one_is_refused() -> None:
+    """`X-data-parallel-rank` narrows the candidates, nothing else."""
+    (engine,) = engines(1, num_dp_ranks=3)
+    bench = Bench(engine)
+
+    for index in range(4):
+        bench.ask(f"r{index}", pin=2)
+    refused = bench.ask("r9", pin=3)
+    bench.controller.tick()
+
+    assert {command.dp_rank for command in engine.commands.values()} == {2}
+    assert (refused.error.status, refused.error.param) == (400, "X-data-parallel-rank")
+
+
+def test_a_prompt_larger_than_any_kv_cache_is_refused_at_once() -> None:
+    """It could wait for ever; the message says how large it is."""
+    bench = Bench(*engines(2, kv_capacity_tokens=100))
+
+    heard = bench.ask("r", prompt_len=100)
+    bench.controller.tick()
+
+    assert heard.error.status == 400
+    assert "100 tokens" in heard.error.message
+
+
+def test_an_engine_that_is_full_passes_the_request_on() -> None:
+    """503 of one engine is no reason to fail while another has room."""
+    bench = Bench(*engines(2))
+    heard = bench.ask("r")
+    bench.controller.tick()
+    first = next(engine for engine in bench.engines if engine.commands)
+    other = next(engine for engine in bench.engines if engine is not first)
+
+    first.fail(EngineRefusedError(503, "no room"))
+    bench.controller.tick()
+
+    assert len(other.commands) == 1
+    assert not heard.ends
+
+
+def test_engines_that_all_refuse_end_the_request_after_the_last_attempt() -> None:
+    """Attempts are bounded."""
+    (engine,) = engines(1)
+    bench = Bench(engine)
+    heard = bench.ask("r")
+    bench.controller.tick()
+
+    for _ in range(3):
+        engine.fail(EngineRefusedError(503, "no room"))
+        bench.controller.tick()
+
+    assert heard.error.status == 503
+    assert "3 attempts" in heard.error.message
+
+
+def test_bad_input_that_only_the_engine_sees_is_a_400() -> None:
+    """The engine's words reach the client."""
+    (engine,) = engines(1)
+    bench = Bench(engine)
+    heard = bench.ask("r")
+    bench.controller.tick()
+
+    engine.fail(EngineRefusedError(422, "bad grammar"))
+
+    assert (heard.error.status, heard.error.message) == (400, "bad grammar")
+
+
+def test_a_request_id_in_use_is_refused_and_the_first_goes_on() -> None:
+    """Two streams must not share a journal entry."""
+    (engine,) = engines(1)
+    bench = Bench(engine)
+    first = bench.ask("r")
+    second = bench.ask("r")
+    bench.controller.tick()
+
+    engine.emit(1)
+
+    assert second.error.status == 409
+    assert first.token_ids == [1]
+
+
+def test_a_request_without_any_engine_ends_after_the_queue_timeout() -> None:
+    """A retry that finds nothing waits, but not for ever."""
+    settings = ControllerSettings(queue_timeout_ns=30 * SECOND_NS, is_validating=True)
+    (engine,) = engines(1)
+    bench = Bench(engine, settings=settings)
+    heard = bench.ask("r")
+    bench.controller.tick()
+    engine.go_down()
+    engine.fail(EngineUnreachableError("killed"))
+    bench.controller.tick()
+    assert not heard.ends
+
+    bench.wait(30 * SECOND_NS)
+
+    assert heard.error.status == 503
+
+
+@pytest.mark.parametrize("engine_id", ["e0", "nobody"])
+def test_reports_correct_the_ledger_or_are_counted(engine_id: str) -> None:
+    """Load that dsched did not send shows up; an unknown engine's report is dropped."""
+    (engine,) = engines(1)
+    bench = Bench(engine)
+
+    bench.controller.on_report(
+        RankReport(
+            engine_id=engine_id,
+            incarnation="i",
+            dp_rank=0,
+            seq=0,
+            step=1,
+            num_running=3,
+            num_waiting=0,
+            num_kv_tokens=300,
+            num_waiting_prefill_tokens=0,
+            kv_capacity_tokens=1_000,
+            step_ns=5,
+        )
+    )
+
+    (rank,) = bench.controller.engine_statuses()[0].ranks
+    counts = bench.controller.num_reports()
+    assert (rank.num_running, counts["unknown_engine"]) == ((3, 0) if engine_id == "e0" else (0, 1))
+
+
+def test_a_drained_engine_gets_nothing_new_and_finishes_what_it_has() -> None:
+    """Drain costs no client anything."""
+    bench = Bench(*engines(2))
+    heard = [bench.ask("r0"), bench.ask("r1")]
+    bench.controller.tick()
+
+    bench.controller.drain(EngineId("e0"))
+    for index in range(2, 6):
+        bench.ask(f"r{index}")
+    bench.controller.tick()
+    bench.engines[0].emit(4)
+    bench.engines[0].finish()
+
+    assert [len(engine.commands) for engine in bench.engines] == [1, 5]
+    assert sum(bool(each.ends) for each in heard) == 1
+
+
+def test_close_ends_every_stream_once_and_releases_drivers() -> None:
+    """A stopping dsched tells its clients."""
+    (engine,) = engines(1)
+    bench = Bench(engine)
+    heard = bench.ask("r")
+    bench.controller.tick()
+
+    bench.controller.close()
+    late = bench.ask("r2")
+    bench.controller.tick()
+
+    assert heard.error.code == "stopping"
+    assert late.error.code == "stopping"
+    assert engine.is_closed
