@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+
 from dsched.config import AGENT_VARIABLES, ENVIRONMENT_PREFIX, Config, Section
 from dsched.config_checks import check_config
 from dsched.config_yaml import parse_yaml
@@ -86,18 +87,14 @@ class LoadedConfig:
 
     config: Config
     origins: Mapping[str, Origin]
-    """By path (`$.front_door.port`); what is missing is a default."""
+    """By path (`$.front_door.port`); what is missing is a default. A mapping that the file has is
+    listed too, though it has defaults inside."""
     warnings: tuple[str, ...] = ()
     """What looks like a mistake but does no harm, one line each."""
 
     def origin(self, path: str) -> Origin:
-        """Return where the value at `path` comes from; a part of a replaced whole is from there."""
-        while path not in self.origins:
-            cut = max(path.rfind("."), path.rfind("["))
-            if cut < 0:
-                return DEFAULT
-            path = path[:cut]
-        return self.origins[path]
+        """Return where the value at `path` comes from."""
+        return self.origins.get(path, DEFAULT)
 
 
 def load_config(
@@ -127,7 +124,7 @@ def parse_config(text: str) -> Config:
     >>> parse_config("front_door: {prot: 9000}")
     Traceback (most recent call last):
         ...
-    dsched.errors.ConfigError: $.front_door.prot: unknown key; did you mean `port`? (line 1)
+    dsched.errors.ConfigError: $.front_door.prot: unknown key; did you mean `port` (line 1)
     """
     layers = _Layers()
     layers.read_yaml(text, where=None)
@@ -179,14 +176,15 @@ class _Layers:
         if tree is None:
             return
         if not isinstance(tree, dict):
-            found = type(tree).__name__
-            raise ConfigError(f"{where or '$'}: expected a mapping of keys, got a {found}")
-        for path, line in lines.items():
-            place = f"{where}:{line}" if where is not None else f"line {line}"
-            self.origins[path] = Origin(layer="file", detail=place)
+            place = f" ({where})" if where is not None else ""
+            raise ConfigError(f"$: expected a mapping of keys, got {_kind_of(tree)}{place}")
         values = _without_nulls(tree, Config)
         assert isinstance(values, dict)
         self.values = values
+        for path in _paths_of(values, "$"):
+            line = lines.get(path, lines["$"])
+            place = f"{where}:{line}" if where is not None else f"line {line}"
+            self.origins[path] = Origin(layer="file", detail=place)
         _check_known(self.values, Config, "$", self)
 
     def read_environment(self, environment: Mapping[str, str]) -> None:
@@ -219,25 +217,30 @@ class _Layers:
         value = _parse_text(text, key.type, f"{path}", origin)
         for known in [p for p in self.origins if p.startswith((path + ".", path + "["))]:
             del self.origins[known]
-        self.origins[path] = origin
+        self.origins.pop(path, None)
+        if value is not None:
+            self.origins |= dict.fromkeys(_paths_of(value, path), origin)
         *parents, name = key.path
         section = self.values
         for depth, parent in enumerate(parents):
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
                 section_path = "$." + ".".join(key.path[: depth + 1])
-                found = type(section).__name__
-                raise ConfigError(f"{section_path}: expected a mapping of keys, got a {found}")
+                found = _kind_of(section)
+                raise ConfigError(
+                    f"{section_path}: expected a mapping of keys, got {found}"
+                    f"{self.place(section_path)}"
+                )
         if value is None:
             section.pop(name, None)
         else:
             section[name] = value
 
     def place(self, path: str) -> str:
-        """Return ` (file:line)` for a message about the value at `path`."""
-        loaded = LoadedConfig(config=Config(), origins=self.origins)
-        origin = loaded.origin(path)
-        return f" ({origin.detail})" if origin.detail else ""
+        """Return ` (file:line)` for a message about `path`: that of the nearest known parent."""
+        while path and path not in self.origins:
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        return f" ({self.origins[path]})" if path else ""
 
 
 def _convert(layers: _Layers, *, where: str | None) -> LoadedConfig:
@@ -294,6 +297,17 @@ def _children(value: object, hint: object, path: str) -> Iterator[tuple[str, obj
             yield f"{path}[{index}]", part, get_args(bare)[0]
 
 
+def _paths_of(value: object, path: str) -> Iterator[str]:
+    """The path of a value and of everything inside it."""
+    yield path
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _paths_of(part, f"{path}.{name}")
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from _paths_of(part, f"{path}[{index}]")
+
+
 def _without_nulls(value: object, hint: object) -> object:
     """Drop the keys of sections whose value is null: they mean the default."""
     bare = _bare(hint)
@@ -329,15 +343,43 @@ def _check_values(value: object, hint: object, path: str, layers: _Layers) -> No
     """Convert each part alone, innermost first, so that a message has the whole path."""
     for child_path, child, child_hint in _children(value, hint, path):
         _check_values(child, child_hint, child_path, layers)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{path}: {value} is not a finite number{layers.place(path)}")
     try:
         msgspec.convert(value, hint)
+        reason = _reason_beyond_types(value)
     except msgspec.ValidationError as error:
-        reason = str(error).split(" - at `", 1)[0]
-        if isinstance(value, bool | int | float | str) and "got `" not in reason:
-            reason = f"{reason}, got {value!r}"
-        raise ConfigError(f"{path}: {reason}{layers.place(path)}") from error
+        reason = _reason_against(value, hint, str(error).split(" - at `", 1)[0])
+    if reason is not None:
+        raise ConfigError(f"{path}: {reason}{layers.place(path)}")
+
+
+def _reason_beyond_types(value: object) -> str | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is not a finite number"
+    return None
+
+
+def _reason_against(value: object, hint: object, reason: str) -> str:
+    """Say in an operator's words why `value` does not fit; `reason` are msgspec's words."""
+    bare = _bare(hint)
+    if (_is_section(bare) or get_origin(bare) is dict) and not isinstance(value, dict):
+        return f"expected a mapping of keys, got {_kind_of(value)}"
+    if get_origin(bare) in (tuple, list) and not isinstance(value, list):
+        return f"expected a list, got {_kind_of(value)}"
+    if get_origin(bare) is Literal:
+        return f"{value!r} is none of {', '.join(get_args(bare))}"
+    if "missing required field" in reason:
+        return f"missing key {reason.rpartition(' ')[2]}"
+    if isinstance(value, int | float | str) and "got `" not in reason:
+        return f"{reason[0].lower()}{reason[1:]}, got {value!r}"
+    return f"{reason[0].lower()}{reason[1:]}"
+
+
+def _kind_of(value: object) -> str:
+    if value is None:
+        return "nothing"
+    return {"dict": "a mapping", "list": "a list", "str": "text"}.get(
+        type(value).__name__, f"`{type(value).__name__}`"
+    )
 
 
 def _parse_text(text: str, hint: object, path: str, origin: Origin) -> object:
@@ -364,4 +406,4 @@ def _parse_text(text: str, hint: object, path: str, origin: Origin) -> object:
 
 def _did_you_mean(name: str, known: Mapping[str, Any]) -> str:
     near = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean `{near[0]}`?" if near else ""
+    return f"; did you mean `{near[0]}`" if near else ""

@@ -57,7 +57,7 @@ class _Reader:
         self._num_nodes += 1
         line = node.start_mark.line + 1
         if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
-            raise self._error(line, f"{path}: nested deeper than {MAX_DEPTH} or too large")
+            raise self._error(line, f"{path[:60]}: nested deeper than {MAX_DEPTH}, or too large")
         self.lines[path] = line
         if isinstance(node, yaml.MappingNode):
             return self._mapping_of(node, path, depth)
@@ -92,7 +92,7 @@ class _Reader:
         return mapping
 
     def _error(self, line: int, reason: str) -> ConfigError:
-        return ConfigError(f"{_place(self._where, line)}: {reason}")
+        return ConfigError(f"{reason} ({_place(self._where, line)})")
 
 
 def _place(where: str | None, line: int) -> str:
