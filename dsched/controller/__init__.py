@@ -8,12 +8,14 @@ from dsched.controller.controller import (
     RankStatus,
     TickHost,
 )
+from dsched.controller.host import LoopTickHost
 
 __all__ = [
     "Controller",
     "ControllerSettings",
     "EngineSpec",
     "EngineStatus",
+    "LoopTickHost",
     "PoolSpec",
     "RankStatus",
     "TickHost",
