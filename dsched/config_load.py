@@ -73,7 +73,7 @@ class Key:
 
     @property
     def is_boolean(self) -> bool:
-        return _bare(self.type) is bool
+        return bare_type(self.type) is bool
 
     @property
     def dotted(self) -> str:
@@ -197,7 +197,7 @@ class _Layers:
                 hint = _did_you_mean(variable, keys)
                 self.warnings.append(f"{variable}: no such key{hint}; ignored")
             elif text:
-                if text.startswith("tcp://") and _bare(key.type) is int:
+                if text.startswith("tcp://") and bare_type(key.type) is int:
                     raise ConfigError(
                         f"$.{key.dotted}: {text!r} in {variable} was set by Kubernetes for a "
                         "service; rename that or set enableServiceLinks: false"
@@ -263,13 +263,13 @@ def _convert(layers: _Layers, *, where: str | None) -> LoadedConfig:
 # -- walking values along their types --------------------------------------------------------------
 
 
-def _bare(hint: object) -> object:
+def bare_type(hint: object) -> object:
     """The type without `Annotated` and without `| None`."""
     if get_origin(hint) is Annotated:
-        return _bare(get_args(hint)[0])
+        return bare_type(get_args(hint)[0])
     if _is_union(hint):
         others = [arg for arg in get_args(hint) if arg is not types.NoneType]
-        return _bare(others[0]) if len(others) == 1 else hint
+        return bare_type(others[0]) if len(others) == 1 else hint
     return hint
 
 
@@ -283,7 +283,7 @@ def _is_section(hint: object) -> TypeGuard[type[Section]]:
 
 def _children(value: object, hint: object, path: str) -> Iterator[tuple[str, object, object]]:
     """The (path, value, type) of every part of `value` that its type knows."""
-    bare = _bare(hint)
+    bare = bare_type(hint)
     if _is_section(bare) and isinstance(value, dict):
         hints = get_type_hints(bare, include_extras=True)
         for name, part in value.items():
@@ -310,7 +310,7 @@ def _paths_of(value: object, path: str) -> Iterator[str]:
 
 def _without_nulls(value: object, hint: object) -> object:
     """Drop the keys of sections whose value is null: they mean the default."""
-    bare = _bare(hint)
+    bare = bare_type(hint)
     if _is_section(bare) and isinstance(value, dict):
         hints = get_type_hints(bare, include_extras=True)
         return {
@@ -327,7 +327,7 @@ def _without_nulls(value: object, hint: object) -> object:
 
 def _check_known(value: object, hint: object, path: str, layers: _Layers) -> None:
     """Refuse a key that no field has."""
-    bare = _bare(hint)
+    bare = bare_type(hint)
     if _is_section(bare) and isinstance(value, dict):
         known = get_type_hints(bare)
         for name in value:
@@ -360,7 +360,7 @@ def _reason_beyond_types(value: object) -> str | None:
 
 def _reason_against(value: object, hint: object, reason: str) -> str:
     """Say in an operator's words why `value` does not fit; `reason` are msgspec's words."""
-    bare = _bare(hint)
+    bare = bare_type(hint)
     if (_is_section(bare) or get_origin(bare) is dict) and not isinstance(value, dict):
         return f"expected a mapping of keys, got {_kind_of(value)}"
     if get_origin(bare) in (tuple, list) and not isinstance(value, list):
@@ -384,7 +384,7 @@ def _kind_of(value: object) -> str:
 
 def _parse_text(text: str, hint: object, path: str, origin: Origin) -> object:
     """Read the text of a variable or flag as a value of its key's type."""
-    bare = _bare(hint)
+    bare = bare_type(hint)
     if bare is str or get_origin(bare) is Literal:
         return text
     if bare is bool:
