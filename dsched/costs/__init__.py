@@ -5,5 +5,7 @@ Everything that plans by time takes its seconds from here.
 """
 
 from dsched.costs.curve import StepCostCurve
+from dsched.costs.decode import DecodeCostModel
+from dsched.costs.prefill import PrefillCostModel
 
-__all__ = ["StepCostCurve"]
+__all__ = ["DecodeCostModel", "PrefillCostModel", "StepCostCurve"]

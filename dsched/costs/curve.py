@@ -27,6 +27,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dsched.costs.isotonic import isotonic
+from dsched.costs.samples import (
+    check_lengths,
+    check_tiers,
+    last_slope,
+    pad_to_tier,
+    positive_seconds,
+    whole_numbers,
+)
 from dsched.costs.tables import (
     CurveTable,
     DschedTable,
@@ -38,10 +46,6 @@ from dsched.costs.tables import (
 
 NS_PER_SECOND = 1_000_000_000
 NS_PER_MS = 1_000_000
-
-FLAT_RELATIVE_RISE = 0.01
-"""A curve whose last tier costs at most this much more than its first is flat: the rise is below
-what repeated measurements of one shape differ by."""
 
 MAX_DENSE_TIERS = 65_536
 """Tiers that a straight-line table is expanded to, one a token; longer tables get wider tiers."""
@@ -118,7 +122,7 @@ class StepCostCurve:
         (0.0115, 0.0175)
         """
         tokens, times = _check_samples(num_tokens, seconds)
-        sample_tiers = tokens if tiers is None else _ceil_to_tier(tokens, _check_tiers(tiers))
+        sample_tiers = tokens if tiers is None else pad_to_tier(tokens, check_tiers(tiers))
         known, index = np.unique(sample_tiers, return_inverse=True)
         medians = np.array([np.median(times[index == i]) for i in range(len(known))])
         fitted = isotonic(medians, np.bincount(index).astype(np.float64))
@@ -127,9 +131,9 @@ class StepCostCurve:
                 f"all {len(tokens)} samples fall into one tier ({known[0]} tokens); "
                 "a curve needs samples of at least two tiers"
             )
-        slope, is_flat = _last_slope(known, fitted)
+        slope, is_flat = last_slope(known, fitted)
         misfit = float(np.max(np.abs(times / fitted[index] - 1.0)))
-        grid = known if tiers is None else np.union1d(known, _check_tiers(tiers))
+        grid = known if tiers is None else np.union1d(known, check_tiers(tiers))
         values = np.interp(grid, known, fitted)
         beyond = grid > known[-1]
         values[beyond] += (grid[beyond] - known[-1]) * slope
@@ -344,55 +348,11 @@ def _check_samples(
     num_tokens: ArrayLike, seconds: ArrayLike, *, min_samples: int = 2
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Both as flat arrays, after refusing what cannot be a measured step."""
-    tokens = np.asarray(num_tokens, dtype=np.float64)
-    times = np.asarray(seconds, dtype=np.float64)
-    if tokens.ndim != 1 or tokens.shape != times.shape:
-        raise ValueError(
-            f"num_tokens has shape {tokens.shape} and seconds {times.shape}; "
-            "both must be lists of one length"
-        )
-    if len(tokens) < min_samples:
+    tokens = whole_numbers(num_tokens, "num_tokens", minimum=1)
+    times = positive_seconds(seconds)
+    if check_lengths(num_tokens=tokens, seconds=times) < min_samples:
         raise ValueError(f"{len(tokens)} samples cannot make a curve; {min_samples} are needed")
-    wrong = ~((tokens >= 1) & (tokens == np.floor(tokens)) & np.isfinite(tokens))
-    if wrong.any():
-        raise ValueError(f"num_tokens holds {tokens[wrong][0]}; whole numbers >= 1 are needed")
-    wrong = ~((times > 0) & np.isfinite(times))
-    if wrong.any():
-        raise ValueError(f"seconds holds {times[wrong][0]}; step times are positive and finite")
-    return tokens.astype(np.int64), times
-
-
-def _check_tiers(tiers: Iterable[int]) -> NDArray[np.int64]:
-    grid = np.asarray(list(tiers), dtype=np.float64)
-    if not grid.size or (grid < 1).any() or (grid != np.floor(grid)).any():
-        raise ValueError(f"tiers are {grid.tolist()}; whole numbers >= 1 are needed")
-    if (np.diff(grid) <= 0).any():
-        raise ValueError("tiers must be strictly increasing")
-    return grid.astype(np.int64)
-
-
-def _ceil_to_tier(tokens: NDArray[np.int64], tiers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The tier that each sample ran in; above the last tier nothing is padded."""
-    index = np.searchsorted(tiers, tokens)
-    padded: NDArray[np.int64] = np.where(
-        index < len(tiers), tiers[np.minimum(index, len(tiers) - 1)], tokens
-    )
-    return padded
-
-
-def _last_slope(tokens: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[float, bool]:
-    """Seconds a token above the last tier, and whether the samples are flat.
-
-    The slope of the last rise, but not less than the mean slope of the upper half: two last tiers
-    that differ by noise only must not make all further tokens free.
-    """
-    last = float(values[-1])
-    if last <= float(values[0]) * (1.0 + FLAT_RELATIVE_RISE):
-        return last / float(tokens[-1]), True
-    below = int(np.flatnonzero(values < last)[-1])
-    half = max(int(np.searchsorted(tokens, tokens[-1] / 2, side="right")) - 1, 0)
-    slopes = [(last - float(values[i])) / float(tokens[-1] - tokens[i]) for i in (below, half)]
-    return max(slopes), False
+    return tokens, times
 
 
 def _check_points(at: NDArray[np.int64], ns: NDArray[np.int64], name: str) -> None:

@@ -108,7 +108,7 @@ def test_tiers_above_the_samples_follow_the_slope() -> None:
         ([4], [0.01], "1 samples"),
         ([4, 4], [0.01, 0.01], "one tier"),
         ([1, 2], [0.01], "one length"),
-        ([[1, 2]], [[0.01, 0.02]], "one length"),
+        ([[1, 2]], [[0.01, 0.02]], "flat list"),
         ([1, 2], [0.01, 0.0], "seconds holds 0.0"),
         ([1, 2], [0.01, -0.5], "seconds holds -0.5"),
         ([1, 2], [math.nan, 0.01], "seconds holds nan"),
