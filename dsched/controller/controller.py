@@ -40,9 +40,9 @@ from dsched.controller.request import (
 )
 from dsched.controller.run import Attempt, Phase, RequestRun
 from dsched.drivers.base import AttemptFinish, Driver, EngineDescription, FinishReason
-from dsched.drivers.wire import GenerateCommand, RankReport
+from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams
 from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableError, InvariantError
-from dsched.faults import TokenJournal
+from dsched.faults import RecoveryMethod, TokenJournal, plan_recovery
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RankId, RequestId
 from dsched.routing import (
     DecodeRouter,
@@ -184,7 +184,7 @@ class Controller:
         self.num_dispatched: dict[RankId, int] = {}
         self.num_fenced_tokens = 0
         self.num_requests: dict[tuple[str, Outcome], int] = {}
-        self.num_retries = 0
+        self.num_recoveries: dict[RecoveryMethod, int] = {}
         self.num_unknown_reports = 0
         self._timer_ns: int | None = None
         self._is_closed = False
@@ -466,17 +466,6 @@ class Controller:
         if run is None or run.phase is not Phase.WAITING or run.attempt is None:
             return
         lost_rank = run.attempt.rank
-        if run.num_output_tokens > 0:
-            self._end_with_error(
-                run,
-                RequestError(
-                    status=502,
-                    code="engine_lost",
-                    message=f"engine {event.engine_id} was lost after {run.num_output_tokens} "
-                    f"tokens: {event.reason}",
-                ),
-            )
-            return
         if run.num_attempts >= self.settings.max_attempts:
             self._end_with_error(
                 run,
@@ -488,9 +477,41 @@ class Controller:
                 ),
             )
             return
-        self.num_retries += 1
         run.excluded_ranks = tuple(sorted({*run.excluded_ranks, lost_rank}))
-        self._wait(run)
+        self._recover(run, event)
+
+    def _recover(self, run: RequestRun, event: AttemptLost) -> None:
+        """Go on with a request whose attempt was lost, as `plan_recovery` says."""
+        plan = plan_recovery(run.request.sampling, num_output_tokens=run.num_output_tokens)
+        run.recovery = plan
+        self.num_recoveries[plan.method] = self.num_recoveries.get(plan.method, 0) + 1
+        run.num_handoffs += run.num_output_tokens > 0
+        log.info(
+            "request.recovered",
+            request_id=run.request.request_id,
+            method=plan.method.value,
+            guarantee=plan.guarantee.value,
+            engine_id=event.engine_id,
+            reason=event.reason,
+            num_output_tokens=run.num_output_tokens,
+        )
+        if plan.method is RecoveryMethod.REFUSE:
+            self._end_with_error(
+                run,
+                RequestError(
+                    status=502,
+                    code="engine_lost",
+                    message=f"engine {event.engine_id} was lost after {run.num_output_tokens} "
+                    f"tokens, and {plan.reason}",
+                ),
+            )
+        elif plan.finish_reason is not None:
+            self._finish(run, reason=plan.finish_reason, num_cached_tokens=0)
+        else:
+            run.expected_token_ids = list(
+                self._journal.output_token_ids(run.request.request_id)[: plan.num_replayed_tokens]
+            )
+            self._wait(run)
 
     def _apply_engine_up(self, description: EngineDescription) -> None:
         record = self.cluster.engines[description.engine_id]
@@ -586,6 +607,7 @@ class Controller:
             raise InvariantError(f"request {run.request.request_id}: a dispatch needs a rank")
         request = run.request
         rank_id = run.router.rank_id(decision.rank)
+        prompt_token_ids, sampling = self._attempt_input(run)
         attempt_id = self._attempt_ids.next_id()
         run.num_attempts += 1
         run.attempt = Attempt(
@@ -593,17 +615,14 @@ class Controller:
             epoch=run.num_attempts,
             engine_id=rank_id.engine_id,
             rank=decision.rank,
-            num_prior_tokens=run.num_output_tokens,
+            num_prompt_tokens=len(prompt_token_ids),
         )
         run.phase = Phase.RUNNING
         del self._waiting[request.request_id]
         # Booked by attempt, not by request: a cancelled attempt may still run while its client
         # repeats the request.
         run.router.book(
-            decision.rank,
-            attempt_id,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            now_ns=now_ns,
+            decision.rank, attempt_id, num_prompt_tokens=len(prompt_token_ids), now_ns=now_ns
         )
         self._router_of_attempt[attempt_id] = run.router
         self._journal.begin_attempt(
@@ -618,11 +637,21 @@ class Controller:
                 attempt_id=attempt_id,
                 epoch=self.cluster.epoch,
                 dp_rank=rank_id.dp_rank,
-                prompt_token_ids=request.prompt_token_ids,
-                sampling=request.sampling,
+                prompt_token_ids=prompt_token_ids,
+                sampling=sampling,
                 priority=request.priority,
             ),
         )
+
+    def _attempt_input(self, run: RequestRun) -> tuple[tuple[int, ...], SamplingParams]:
+        """Prompt and sampling of the next attempt."""
+        request, plan = run.request, run.recovery
+        if plan is None or plan.sampling is None:
+            return request.prompt_token_ids, request.sampling
+        prompt_token_ids = request.prompt_token_ids
+        if plan.num_prompt_output_tokens:
+            prompt_token_ids += self._journal.output_token_ids(request.request_id)
+        return prompt_token_ids, plan.sampling
 
     def _hand_out(self, dispatch: Dispatch) -> None:
         run = dispatch.run
@@ -644,14 +673,37 @@ class Controller:
                 ),
             )
             return
-        outcome = Outcome.STOP if finish.reason is FinishReason.STOP else Outcome.LENGTH
+        if run.expected_token_ids:
+            self.on_replay_differs(run)
+            return
+        self._finish(run, reason=finish.reason, num_cached_tokens=finish.num_cached_tokens)
+
+    def on_replay_differs(self, run: RequestRun) -> None:
+        """A replay gave other tokens than the client has: an honest end is all that is left."""
+        self._end_with_error(
+            run,
+            RequestError(
+                status=502,
+                code="engine_lost",
+                message=f"an engine was lost after {run.num_output_tokens} tokens, and another "
+                "one does not repeat them",
+            ),
+        )
+
+    def _finish(self, run: RequestRun, *, reason: FinishReason, num_cached_tokens: int) -> None:
+        """End a request well; counts are those of the request, however many attempts it took."""
+        outcome = Outcome.STOP if reason is FinishReason.STOP else Outcome.LENGTH
         self._close_run(run, outcome=outcome)
+        num_prompt_tokens = len(run.request.prompt_token_ids)
+        plan = run.recovery
         run.stream.on_finish(
             RequestFinish(
-                reason=finish.reason,
-                num_prompt_tokens=len(run.request.prompt_token_ids),
+                reason=reason,
+                num_prompt_tokens=num_prompt_tokens,
                 num_output_tokens=run.num_output_tokens,
-                num_cached_tokens=finish.num_cached_tokens,
+                num_cached_tokens=min(num_cached_tokens, num_prompt_tokens),
+                num_handoffs=run.num_handoffs,
+                guarantee=plan.guarantee.value if plan and run.num_handoffs else None,
             )
         )
 

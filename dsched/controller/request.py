@@ -36,6 +36,10 @@ class RequestFinish:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
+    num_handoffs: int = 0
+    """Engines that were lost on the way after tokens had been sent."""
+    guarantee: str | None = None
+    """After a handoff: `exact` or `continuation` (see `dsched.faults.recovery`)."""
 
 
 class RequestStream(Protocol):

@@ -14,7 +14,7 @@ from dsched.controller.request import InferenceRequest, RequestStream
 from dsched.drivers.base import AttemptFinish
 from dsched.drivers.wire import TokenLogprob
 from dsched.errors import DriverError
-from dsched.faults import TokenJournal
+from dsched.faults import RecoveryPlan, TokenJournal
 from dsched.ids import AttemptId, EngineId
 from dsched.routing import DecodeRouter
 
@@ -39,8 +39,8 @@ class Attempt:
     engine_id: EngineId
     rank: int
     """Rank number of the pool's router."""
-    num_prior_tokens: int
-    """Output tokens that were emitted before this attempt."""
+    num_prompt_tokens: int
+    """Tokens of the attempt's own prompt: after a handoff also what was emitted before."""
 
 
 class RunOwner(Protocol):
@@ -51,6 +51,8 @@ class RunOwner(Protocol):
     def on_run_finished(self, run: "RequestRun", finish: AttemptFinish) -> None: ...
 
     def on_attempt_failed(self, run: "RequestRun", error: DriverError) -> None: ...
+
+    def on_replay_differs(self, run: "RequestRun") -> None: ...
 
     def on_attempt_released(self, attempt_id: AttemptId) -> None: ...
 
@@ -63,10 +65,13 @@ class RequestRun:
         "_owner",
         "attempt",
         "excluded_ranks",
+        "expected_token_ids",
         "num_attempts",
+        "num_handoffs",
         "num_output_tokens",
         "phase",
         "pool",
+        "recovery",
         "request",
         "router",
         "stream",
@@ -98,6 +103,11 @@ class RequestRun:
         self.num_output_tokens = 0
         self.excluded_ranks: tuple[int, ...] = ()
         """Router's numbers of the ranks that failed it."""
+        self.recovery: RecoveryPlan | None = None
+        """How the attempt that runs or is wanted continues a lost one."""
+        self.num_handoffs = 0
+        self.expected_token_ids: list[int] = []
+        """Tokens that a replay must give again before it gives new ones."""
 
     def on_tokens(
         self,
@@ -109,6 +119,15 @@ class RequestRun:
         if attempt is None or attempt.attempt_id != attempt_id or self.phase is not Phase.RUNNING:
             self._owner.num_fenced_tokens += len(token_ids)
             return
+        if self.expected_token_ids:
+            num_replayed = self._check_replayed(attempt_id, token_ids)
+            if num_replayed is None:
+                self._owner.on_replay_differs(self)
+                return
+            token_ids = token_ids[num_replayed:]
+            logprobs = logprobs[num_replayed:] if logprobs is not None else None
+            if not token_ids:
+                return
         first_index = self.num_output_tokens
         request_id = self.request.request_id
         is_ours = self._journal.record(
@@ -120,6 +139,15 @@ class RequestRun:
         self.num_output_tokens = first_index + num_tokens
         self.router.add_tokens(attempt_id, num_tokens)
         self.stream.on_tokens(first_index, token_ids, logprobs)
+
+    def _check_replayed(self, attempt_id: AttemptId, token_ids: Sequence[int]) -> int | None:
+        """Count the tokens at the start that the client has already; `None` if they differ."""
+        num_replayed = min(len(token_ids), len(self.expected_token_ids))
+        if list(token_ids[:num_replayed]) != self.expected_token_ids[:num_replayed]:
+            return None
+        del self.expected_token_ids[:num_replayed]
+        self.router.add_tokens(attempt_id, num_replayed)
+        return num_replayed
 
     def on_finish(self, attempt_id: AttemptId, finish: AttemptFinish) -> None:
         self._owner.on_attempt_released(attempt_id)

@@ -8,13 +8,23 @@ from dsched.faults.journal import (
     TokenJournal,
 )
 from dsched.faults.journal_file import SqliteJournal, read_unfinished
+from dsched.faults.recovery import (
+    RecoveryGuarantee,
+    RecoveryMethod,
+    RecoveryPlan,
+    plan_recovery,
+)
 
 __all__ = [
     "AttemptRecord",
     "JournalStatus",
     "MemoryJournal",
+    "RecoveryGuarantee",
+    "RecoveryMethod",
+    "RecoveryPlan",
     "RequestRecord",
     "SqliteJournal",
     "TokenJournal",
+    "plan_recovery",
     "read_unfinished",
 ]

@@ -18,10 +18,11 @@ from dsched.drivers.base import (
 )
 from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams, TokenLogprob
 from dsched.errors import EngineRefusedError, EngineUnreachableError
-from dsched.faults import MemoryJournal
+from dsched.faults import MemoryJournal, RecoveryMethod
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RequestId
 
 SECOND_NS = 1_000_000_000
+GREEDY = SamplingParams(max_tokens=50, temperature=0.0)
 
 
 @dataclass
@@ -151,14 +152,21 @@ class Bench:
     def request_tick_at(self, time_ns: int) -> None:
         self.times.append(time_ns)
 
-    def ask(self, request_id: str, *, prompt_len: int = 10, pin: int | None = None) -> Heard:
+    def ask(
+        self,
+        request_id: str,
+        *,
+        prompt_len: int = 10,
+        pin: int | None = None,
+        sampling: SamplingParams = GREEDY,
+    ) -> Heard:
         heard = Heard()
         self.controller.submit(
             InferenceRequest(
                 request_id=RequestId(request_id),
                 model="m",
                 prompt_token_ids=tuple(range(prompt_len)),
-                sampling=SamplingParams(max_tokens=50),
+                sampling=sampling,
                 pinned_dp_rank=None if pin is None else DpRank(pin),
             ),
             heard,
@@ -220,22 +228,113 @@ def test_a_request_killed_before_its_first_token_is_tried_elsewhere() -> None:
 
     assert heard.token_ids == [7]
     assert len(heard.ends) == 1
-    assert bench.controller.num_retries == 1
+    assert bench.controller.num_recoveries == {RecoveryMethod.RESTART: 1}
 
 
-def test_an_engine_lost_in_the_middle_ends_the_stream_with_one_error() -> None:
-    """Without handoff the client is told; it never sees a good end."""
-    (engine,) = engines(1)
-    bench = Bench(engine)
+def test_a_greedy_request_goes_on_where_it_was_lost() -> None:
+    """The next attempt starts from prompt and emitted tokens, with what is left of the limits."""
+    bench = Bench(*engines(2))
     heard = bench.ask("r")
     bench.controller.tick()
+    first = next(engine for engine in bench.engines if engine.commands)
+    other = next(engine for engine in bench.engines if engine is not first)
 
-    engine.emit(1)
-    engine.fail(EngineUnreachableError("reset"))
+    first.emit(71, 72)
+    first.fail(EngineUnreachableError("reset"))
+    bench.controller.tick()
+    (command,) = other.commands.values()
+    other.emit(73)
+    other.finish()
+
+    assert command.prompt_token_ids == (*range(10), 71, 72)
+    assert command.sampling.max_tokens == 48
+    assert heard.token_ids == [71, 72, 73]
+    assert heard.ends == [
+        RequestFinish(
+            reason=FinishReason.STOP,
+            num_prompt_tokens=10,
+            num_output_tokens=3,
+            num_handoffs=1,
+            guarantee="exact",
+        )
+    ]
+
+
+def test_a_request_that_only_misses_its_end_gets_it() -> None:
+    """All tokens were out: finish reason length, no further token (FA-01, k = 8)."""
+    bench = Bench(*engines(2))
+    heard = bench.ask("r", sampling=SamplingParams(max_tokens=2, temperature=0.0))
+    bench.controller.tick()
+    first = next(engine for engine in bench.engines if engine.commands)
+
+    first.emit(1, 2)
+    first.fail(EngineUnreachableError("reset"))
+    bench.controller.tick()
+
+    (end,) = heard.ends
+    assert isinstance(end, RequestFinish)
+    assert (end.reason, end.num_output_tokens) == (FinishReason.LENGTH, 2)
+    assert sum(len(engine.commands) for engine in bench.engines) == 1
+
+
+GRAMMAR = SamplingParams(max_tokens=9, temperature=0.0, structured_output={"type": "json_object"})
+
+
+def test_a_request_with_hidden_state_is_replayed_and_not_sent_twice() -> None:
+    """The grammar starts at its root again, and so does the answer (FA-03)."""
+    bench = Bench(*engines(2))
+    heard = bench.ask("r", sampling=GRAMMAR)
+    bench.controller.tick()
+    first = next(engine for engine in bench.engines if engine.commands)
+    other = next(engine for engine in bench.engines if engine is not first)
+
+    first.emit(1, 2, 3)
+    first.fail(EngineUnreachableError("reset"))
+    bench.controller.tick()
+    (command,) = other.commands.values()
+    other.emit(1, 2)
+    other.emit(3, 4)
+    other.emit(5)
+    other.finish()
+
+    assert command.prompt_token_ids == tuple(range(10))
+    assert command.sampling == GRAMMAR
+    assert heard.token_ids == [1, 2, 3, 4, 5]
+    assert len(heard.ends) == 1
+
+
+@pytest.mark.parametrize("answer", [(1, 9), (1,)], ids=["other token", "shorter"])
+def test_a_replay_that_differs_is_an_honest_error(answer: tuple[int, ...]) -> None:
+    """Better one error than an answer made of two."""
+    bench = Bench(*engines(2))
+    heard = bench.ask("r", sampling=GRAMMAR)
+    bench.controller.tick()
+    first = next(engine for engine in bench.engines if engine.commands)
+    other = next(engine for engine in bench.engines if engine is not first)
+
+    first.emit(1, 2)
+    first.fail(EngineUnreachableError("reset"))
+    bench.controller.tick()
+    other.emit(*answer)
+    other.finish()
+
+    assert heard.token_ids == [1, 2]
+    assert heard.error.code == "engine_lost"
+
+
+def test_what_cannot_be_continued_honestly_is_refused() -> None:
+    """Sampling without a seed, with penalties: the counts died with the engine."""
+    bench = Bench(*engines(2))
+    heard = bench.ask("r", sampling=SamplingParams(max_tokens=9, presence_penalty=0.5))
+    bench.controller.tick()
+    first = next(engine for engine in bench.engines if engine.commands)
+
+    first.emit(1)
+    first.fail(EngineUnreachableError("reset"))
     bench.controller.tick()
 
     assert heard.error.status == 502
-    assert "after 1 tokens" in heard.error.message
+    assert "penalty counts" in heard.error.message
 
 
 def test_a_late_attempt_adds_nothing() -> None:
