@@ -167,6 +167,7 @@ class RankLoads:
     num_running: NDArray[np.int64]
     num_waiting: NDArray[np.int64]
     num_kv_tokens: NDArray[np.int64]
+    """Computed; what is promised to prompts and reserved beyond is not in it."""
     num_waiting_prefill_tokens: NDArray[np.int64]
 
 
@@ -190,6 +191,7 @@ class SimEngine:
         self._held = np.zeros(ranks, dtype=np.int64)
         self._decode_context = np.zeros(ranks, dtype=np.int64)
         self._pending_prefill = np.zeros(ranks, dtype=np.int64)
+        self._computed_prefill = np.zeros(ranks, dtype=np.int64)
         self._rows: list[SimAttempt] = []
         self._chain = np.zeros(INITIAL_ROWS, dtype=np.uint64)
         self._salt = np.zeros(INITIAL_ROWS, dtype=np.uint64)
@@ -348,7 +350,7 @@ class SimEngine:
         return RankLoads(
             num_running=self._num_decoding + self._num_prefilling,
             num_waiting=self._num_waiting.copy(),
-            num_kv_tokens=self._held.copy(),
+            num_kv_tokens=self._decode_context + self._computed_prefill,
             num_waiting_prefill_tokens=self._pending_prefill.copy(),
         )
 
@@ -410,6 +412,7 @@ class SimEngine:
         if attempt.num_output_tokens == 0:
             attempt.num_cached_tokens = cached
         self._pending_prefill[rank] -= cached
+        self._computed_prefill[rank] += cached
 
     def _preempt_to_fit(self) -> None:
         """Take the youngest requests out of ranks whose decodes would not fit."""
@@ -440,6 +443,7 @@ class SimEngine:
         elif attempt.admitted_seq >= 0:
             self._prefilling[rank].remove(attempt)
             self._num_prefilling[rank] -= 1
+            self._computed_prefill[rank] -= attempt.num_computed_tokens
             self._pending_prefill[rank] -= attempt.num_pending_tokens
             self._chunks = [chunk for chunk in self._chunks if chunk.attempt is not attempt]
         else:
@@ -471,6 +475,7 @@ class SimEngine:
             attempt, rank = chunk.attempt, chunk.attempt.rank
             attempt.num_computed_tokens += chunk.num_tokens
             self._pending_prefill[rank] -= chunk.num_tokens
+            self._computed_prefill[rank] += chunk.num_tokens
             if attempt.num_pending_tokens:
                 continue
             if not has_joined:
@@ -482,6 +487,7 @@ class SimEngine:
             self._forget_prefill(rank)
             self._num_decoding[rank] += 1
             self._decode_context[rank] += attempt.num_known_tokens
+            self._computed_prefill[rank] -= attempt.num_known_tokens
             self._add_row(attempt)
         return has_joined
 
@@ -582,6 +588,7 @@ class SimEngine:
         held = np.zeros_like(self._held)
         context = np.zeros_like(self._held)
         pending = np.zeros_like(self._held)
+        computed = np.zeros_like(self._held)
         for attempt in self._attempts.values():
             if attempt.row is not None:
                 held[attempt.rank] += self._held_by_row(attempt)
@@ -589,9 +596,11 @@ class SimEngine:
             else:
                 held[attempt.rank] += attempt.num_held_tokens
                 pending[attempt.rank] += attempt.num_pending_tokens
+                computed[attempt.rank] += attempt.num_computed_tokens
         found = {
             "held": (held, self._held),
             "context": (context, self._decode_context),
+            "computed": (computed, self._computed_prefill),
             "pending": (pending, self._pending_prefill),
             "decoding": (
                 np.bincount([row.rank for row in self._rows], minlength=len(held)),
