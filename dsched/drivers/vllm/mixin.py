@@ -303,8 +303,7 @@ def translate_hello(
     """
     config = scheduler.vllm_config
     parallel, cache = config.parallel_config, config.cache_config
-    # With dense models each rank is an engine core of its own with rank 0; the index is right.
-    dp_rank = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+    dp_rank, num_dp_ranks = translate_rank(parallel)
     served_name = config.model_config.served_model_name or config.model_config.model
     return AgentHello(
         dsched_version=__version__,
@@ -315,13 +314,31 @@ def translate_hello(
         model=served_name if isinstance(served_name, str) else served_name[0],
         max_model_len=config.model_config.max_model_len,
         dp_rank=dp_rank,
-        num_dp_ranks=max(parallel.data_parallel_size, dp_rank + 1),
+        num_dp_ranks=num_dp_ranks,
         kv_capacity_tokens=kv_capacity_tokens(cache, block_tokens=scheduler.block_size),
         kv_block_tokens=scheduler.block_size,
         max_running_requests=scheduler.max_num_running_reqs,
         features=tuple(feature for feature in FEATURE_HOOKS if feature not in missing),
         missing=missing,
     )
+
+
+def translate_rank(parallel_config: Any) -> tuple[int, int]:
+    """Return this core's DP rank and the number of ranks, both behind *its* API server.
+
+    With an external or hybrid load balancer a server fronts only the ranks of its own node, and
+    for dsched it is an engine of its own.
+    """
+    if getattr(parallel_config, "data_parallel_external_lb", False):
+        return 0, 1
+    if getattr(parallel_config, "data_parallel_hybrid_lb", False):
+        return (
+            parallel_config.data_parallel_rank_local or 0,
+            parallel_config.data_parallel_size_local,
+        )
+    # With dense models each rank is an engine core of its own with rank 0; the index is right.
+    dp_rank = getattr(parallel_config, "data_parallel_index", parallel_config.data_parallel_rank)
+    return dp_rank, max(parallel_config.data_parallel_size, dp_rank + 1)
 
 
 def kv_capacity_tokens(cache_config: Any, *, block_tokens: int) -> int:

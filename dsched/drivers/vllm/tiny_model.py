@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,14 +30,12 @@ CHAT_TEMPLATE: Final = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CORPUS: Final = (
-    (
-        "The router sends each request to the rank that will answer it first, and the rank computes "
-        "one step after another: a chunk of the prompt, then a token, then another token. Experts are "
-        "spread over many devices, and every step waits for the slowest of them. A good scheduler "
-        "keeps the load even, the queue short and the cache warm; a bad one lets a single long prompt "
-        "stand in everybody's way. When a device fails, its requests continue elsewhere without a "
-        "missing or repeated word. "
-    ),
+    "The router sends each request to the rank that will answer it first, and the rank computes ",
+    "one step after another: a chunk of the prompt, then a token, then another token. Experts ",
+    "are spread over many devices, and every step waits for the slowest of them. A good ",
+    "scheduler keeps the load even, the queue short and the cache warm; a bad one lets a single ",
+    "long prompt stand in everybody's way. When a device fails, its requests continue elsewhere ",
+    "without a missing or repeated word. ",
     "Größe, Übermaß, Straße und Käse; déjà vu, façade, naïve, œuvre; mañana, señor, corazón. ",
     "路由器把请求发送到最空闲的节点,专家分布在许多设备上,每一步都要等待最慢的一个。",
     "推論サーバーは要求を分散し、専門家は多くの装置に置かれます。",
@@ -118,16 +117,32 @@ def recipe_digest(seed: int) -> str:
     return hashlib.sha256(Path(__file__).read_bytes() + str(seed).encode()).hexdigest()[:16]
 
 
+def read_recipe(folder: Path) -> object:
+    """Return what the model in `folder` was made from; `None` if there is none of ours."""
+    try:
+        return json.loads((folder / STAMP).read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def make_tiny_model(folder: Path, *, seed: int = 0) -> None:
-    """Make model and tokenizer in `folder`, unless they are there from the same recipe."""
-    stamp = folder / STAMP
+    """Make model and tokenizer in `folder`, unless they are there from the same recipe.
+
+    They are made beside it and moved in whole, so that nobody sees half of them.
+    """
     recipe = {"recipe": recipe_digest(seed), "seed": seed}
-    if stamp.exists() and json.loads(stamp.read_text()) == recipe:
+    if read_recipe(folder) == recipe:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer(folder)
-    num_parameters = make_model(folder, seed=seed)
-    stamp.write_text(json.dumps(recipe))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tiny-", dir=folder.parent) as name:
+        scratch = Path(name) / "model"
+        scratch.mkdir()
+        make_tokenizer(scratch)
+        num_parameters = make_model(scratch, seed=seed)
+        (scratch / STAMP).write_text(json.dumps(recipe))
+        if folder.exists():
+            folder.rename(Path(name) / "old")
+        scratch.rename(folder)
     sys.stdout.write(f"{folder}: {num_parameters:,} random parameters\n")
 
 
