@@ -47,3 +47,12 @@ class ManualClock:
         if time_ns < self._now_ns:
             raise ValueError(f"time cannot go back: {self._now_ns} ns -> {time_ns} ns")
         self._now_ns = time_ns
+
+
+def boot_id() -> str:
+    """Name the boot that monotonic time counts from; empty where the system does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

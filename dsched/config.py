@@ -198,6 +198,16 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     max_queued_requests: Count = 4_096
     """Requests that wait at the router for a rank; 0 refuses at once. Below: bursts get 429.
     Above: clients wait for answers that come too late to be of use."""
+    max_hold_s: Seconds = 10.0
+    """Time a request may wait for a rank with room before it goes to the least loaded one. Below:
+    requests wait inside engines, where they cannot be moved. Above: they wait while a wrong count
+    of the room is mended."""
+    max_attempts: Annotated[int, Meta(ge=1, le=100)] = 3
+    """Ranks a request is tried on when engines fail. Below: a second failure ends it. Above: a
+    request that kills engines kills more of them."""
+    router_index: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    """Number of this dsched among several over the same engines, from 0; turns their ties apart.
+    All 0: several dsched choose the same idle rank at once."""
     queue_timeout_s: Seconds = 120.0
     """Time a request may wait for a rank before it ends with 503. Below: short overloads become
     errors. Above: clients give up first, and their work is done for nobody."""

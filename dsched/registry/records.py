@@ -1,0 +1,111 @@
+"""What dsched processes write into the registry: themselves, and the engines as they see them.
+
+`instances/ID` is one dsched process. `engines/ENGINE/ID` is one engine as the process `ID` sees it,
+with its DP ranks and their load; several processes over the same engines each write their own view.
+Values are JSON, so that `sqlite3` or `etcdctl` shows them to a human.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from dsched.registry.base import Listing
+
+INSTANCES = "instances/"
+ENGINES = "engines/"
+
+Count = Annotated[int, Meta(ge=0)]
+RankStateName = Literal["up", "suspect", "down", "draining"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all values."""
+
+
+class RankRow(Record, frozen=True, kw_only=True):
+    """One DP rank: its state and the load it reported last."""
+
+    dp_rank: Count
+    state: RankStateName
+    num_running: Count
+    num_waiting: Count
+    num_kv_tokens: Count
+    kv_capacity_tokens: Count | None
+    """`None` while the engine has not said."""
+    step_ns: Count
+    """Duration of the last step; 0 when idle."""
+    report_age_ns: Count | None
+    """Since the report arrived; `None` without one, and then the counts are dsched's bookings."""
+
+
+class EngineRow(Record, frozen=True, kw_only=True):
+    """One engine, as one dsched process sees it."""
+
+    engine_id: str
+    pool: str
+    kind: str
+    """`sim`, `vllm` or `sglang`."""
+    model: str
+    state: RankStateName
+    url: str | None = None
+    reason: str | None = None
+    """Why it is not up."""
+    ranks: tuple[RankRow, ...] = ()
+
+
+class InstanceRow(Record, frozen=True, kw_only=True):
+    """One dsched process."""
+
+    instance_id: str
+    version: str
+    front_door_url: str
+    admin_url: str
+    started_s: Count
+    """Seconds since 1970."""
+
+
+class WorkersView(Record, frozen=True, kw_only=True):
+    """All that `dsched workers` shows; also the answer of `GET /admin/v1/workers`."""
+
+    instances: tuple[InstanceRow, ...] = ()
+    engines: tuple[EngineRow, ...] = ()
+    """Sorted by engine id."""
+    unreadable: tuple[str, ...] = ()
+    """Registry keys of another version."""
+
+
+def instance_key(instance_id: str) -> str:
+    """Return the key of a dsched process."""
+    return f"{INSTANCES}{instance_id}"
+
+
+def engine_key(engine_id: str, instance_id: str) -> str:
+    """Return the key of an engine as a dsched process sees it."""
+    return f"{ENGINES}{engine_id}/{instance_id}"
+
+
+def read_workers(listing: Listing) -> WorkersView:
+    """Read a listing of all keys. Of several views of one engine, the one written last counts.
+
+    A value that cannot be read (of an older or newer dsched) is named in `unreadable`.
+    """
+    instances: list[InstanceRow] = []
+    engines: dict[str, tuple[int, EngineRow]] = {}
+    unreadable: list[str] = []
+    for entry in listing.entries:
+        try:
+            if entry.key.startswith(INSTANCES):
+                instances.append(msgspec.json.decode(entry.value, type=InstanceRow))
+            elif entry.key.startswith(ENGINES):
+                row = msgspec.json.decode(entry.value, type=EngineRow)
+                known = engines.get(row.engine_id)
+                if known is None or known[0] < entry.mod_revision:
+                    engines[row.engine_id] = (entry.mod_revision, row)
+        except msgspec.MsgspecError:
+            unreadable.append(entry.key)
+    return WorkersView(
+        instances=tuple(instances),
+        engines=tuple(row for _, (_, row) in sorted(engines.items())),
+        unreadable=tuple(unreadable),
+    )
