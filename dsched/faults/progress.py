@@ -1,0 +1,188 @@
+"""Notice engines that have stopped without saying so.
+
+A frozen process keeps its sockets and its health port may still answer (vllm-project/vllm#36451),
+so nothing but missing progress gives it away. Evidence of progress is a token of any attempt on the
+engine, or a load report with a new step. The limit follows the phase: an engine that has begun to
+emit must go on within `decode_timeout_ns`; one that only prefills gets a bound that grows with the
+prompt tokens it was given.
+
+A single attempt without progress on an engine that is otherwise alive may just be preempted; it has
+a limit of its own, much longer.
+
+When the sweep itself comes late (dsched was stopped, the machine slept, the clock jumped), nobody
+can tell who stood still: the lost time is not counted against anyone.
+
+State: mutable, owned by the controller. A sweep is O(attempts); nothing is done for a token.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from dsched.ids import EngineId
+
+SWEEP_INTERVAL_NS = 250_000_000
+"""Between two looks. Longer: freezes are noticed later. Shorter: work for nothing."""
+LATE_FACTOR = 4
+"""A sweep that comes after so many intervals was held up itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressLimits:
+    """How long what may stand still, in nanoseconds."""
+
+    decode_timeout_ns: int = 3_000_000_000
+    """Below: a long step or a slow network looks like a freeze. Above: clients wait longer."""
+    prefill_timeout_ns: int = 10_000_000_000
+    """The part of the prefill bound that does not depend on the prompt."""
+    prefill_token_ns: int = 1_000_000
+    """What the bound grows by for each prompt token on the engine; many times its real cost."""
+    stream_timeout_ns: int = 60_000_000_000
+    """For one attempt while its engine goes on. Below: preempted requests are moved needlessly."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalledEngine:
+    """An engine that should have progressed."""
+
+    engine_id: EngineId
+    silent_ns: int
+    limit_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallPlan:
+    """Whom to take for frozen now."""
+
+    engines: tuple[StalledEngine, ...] = ()
+    """By id. Their attempts are not listed again below."""
+    attempts: tuple[Hashable, ...] = ()
+    """Attempts that stand still on engines that go on, in the order they were begun."""
+
+
+class _Watched:
+    __slots__ = ("engine_id", "num_prompt_tokens", "num_tokens", "progress_ns")
+
+    def __init__(self, engine_id: EngineId, num_prompt_tokens: int, now_ns: int) -> None:
+        self.engine_id = engine_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = 0
+        self.progress_ns = now_ns
+
+
+class ProgressWatch:
+    """Who has progressed when."""
+
+    def __init__(
+        self, limits: ProgressLimits | None = None, *, sweep_interval_ns: int = SWEEP_INTERVAL_NS
+    ) -> None:
+        if sweep_interval_ns <= 0:
+            raise ValueError(f"sweep_interval_ns is {sweep_interval_ns}; it must be positive")
+        self.limits = limits or ProgressLimits()
+        self.sweep_interval_ns = sweep_interval_ns
+        self._watched: dict[Hashable, _Watched] = {}
+        self._num_on: dict[EngineId, int] = {}
+        self._progress_ns: dict[EngineId, int] = {}
+        self._last_sweep_ns: int | None = None
+
+    def begin(
+        self, key: Hashable, *, engine_id: EngineId, num_prompt_tokens: int, now_ns: int
+    ) -> None:
+        """Watch an attempt from now on."""
+        if key in self._watched:
+            raise ValueError(f"attempt {key!r} is watched already")
+        self._watched[key] = _Watched(engine_id, num_prompt_tokens, now_ns)
+        if not self._num_on.get(engine_id):
+            self._progress_ns[engine_id] = now_ns  # an idle engine had nothing to show
+        self._num_on[engine_id] = self._num_on.get(engine_id, 0) + 1
+
+    def end(self, key: Hashable) -> None:
+        """Watch it no longer. Unknown keys are ignored."""
+        watched = self._watched.pop(key, None)
+        if watched is not None:
+            self._num_on[watched.engine_id] -= 1
+
+    def note_step(self, engine_id: EngineId, now_ns: int) -> None:
+        """The engine reported a step that it had not reported before."""
+        self._progress_ns[engine_id] = now_ns
+
+    def next_sweep_ns(self, now_ns: int) -> int | None:
+        """When `sweep` is due; `None` while nothing runs."""
+        if not self._watched:
+            self._last_sweep_ns = None
+            return None
+        if self._last_sweep_ns is None:
+            self._last_sweep_ns = now_ns
+        return self._last_sweep_ns + self.sweep_interval_ns
+
+    def sweep(self, now_ns: int, num_tokens_of: Callable[[Hashable], int]) -> StallPlan:
+        """Take note of progress since the last sweep, and name who made none for too long.
+
+        Args:
+            now_ns: the present.
+            num_tokens_of: tokens that the attempt with this key has emitted so far.
+        """
+        late_ns = self._late_ns(now_ns)
+        self._last_sweep_ns = now_ns
+        if late_ns:
+            self._forgive(late_ns, now_ns)
+        is_decoding: dict[EngineId, bool] = {}
+        prompt_tokens: dict[EngineId, int] = {}
+        for key, watched in self._watched.items():
+            engine_id = watched.engine_id
+            num_tokens = num_tokens_of(key)
+            if num_tokens != watched.num_tokens:
+                watched.num_tokens = num_tokens
+                watched.progress_ns = now_ns
+                self._progress_ns[engine_id] = now_ns
+            is_decoding[engine_id] = is_decoding.get(engine_id, False) or num_tokens > 0
+            prompt_tokens[engine_id] = prompt_tokens.get(
+                engine_id, 0
+            ) + watched.num_prompt_tokens * (num_tokens == 0)
+        return self._find(now_ns, is_decoding, prompt_tokens)
+
+    def _find(
+        self, now_ns: int, is_decoding: dict[EngineId, bool], prompt_tokens: dict[EngineId, int]
+    ) -> StallPlan:
+        limits = self.limits
+        stalled = []
+        for engine_id in sorted(is_decoding):
+            limit_ns = limits.decode_timeout_ns
+            if not is_decoding[engine_id]:
+                limit_ns = max(
+                    limit_ns,
+                    limits.prefill_timeout_ns + limits.prefill_token_ns * prompt_tokens[engine_id],
+                )
+            silent_ns = now_ns - self._progress_ns[engine_id]
+            if silent_ns > limit_ns:
+                stalled.append(
+                    StalledEngine(engine_id=engine_id, silent_ns=silent_ns, limit_ns=limit_ns)
+                )
+        frozen = {each.engine_id for each in stalled}
+        attempts = tuple(
+            key
+            for key, watched in self._watched.items()
+            if watched.num_tokens > 0
+            and watched.engine_id not in frozen
+            and now_ns - watched.progress_ns > limits.stream_timeout_ns
+        )
+        return StallPlan(engines=tuple(stalled), attempts=attempts)
+
+    def _late_ns(self, now_ns: int) -> int:
+        if self._last_sweep_ns is None:
+            return 0
+        since_ns = now_ns - self._last_sweep_ns
+        if 0 <= since_ns <= LATE_FACTOR * self.sweep_interval_ns:
+            return 0
+        return since_ns
+
+    def _forgive(self, late_ns: int, now_ns: int) -> None:
+        """Move every mark by the time that was lost, never beyond the present."""
+        for watched in self._watched.values():
+            watched.progress_ns = min(now_ns, watched.progress_ns + late_ns)
+        for engine_id, progress_ns in self._progress_ns.items():
+            self._progress_ns[engine_id] = min(now_ns, progress_ns + late_ns)

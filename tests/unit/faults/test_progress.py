@@ -1,0 +1,143 @@
+"""ProgressWatch: who is taken for frozen, and who is not."""
+
+from collections.abc import Hashable
+
+import pytest
+
+from dsched.faults.progress import ProgressLimits, ProgressWatch, StalledEngine
+from dsched.ids import EngineId
+
+MS = 1_000_000
+S = 1_000 * MS
+A, B = EngineId("a"), EngineId("b")
+LIMITS = ProgressLimits(
+    decode_timeout_ns=3 * S, prefill_timeout_ns=5 * S, prefill_token_ns=MS, stream_timeout_ns=20 * S
+)
+
+
+class Bench:
+    """A watch that is swept every 250 ms of a time line."""
+
+    def __init__(self) -> None:
+        self.watch = ProgressWatch(LIMITS)
+        self.now_ns = 0
+        self.counts: dict[Hashable, int] = {}
+        self.stalled: list[StalledEngine] = []
+        self.attempts: list[Hashable] = []
+        self.watch.next_sweep_ns(0)
+
+    def begin(self, key: str, engine_id: EngineId, *, num_prompt_tokens: int = 10) -> None:
+        self.counts[key] = 0
+        self.watch.begin(
+            key, engine_id=engine_id, num_prompt_tokens=num_prompt_tokens, now_ns=self.now_ns
+        )
+        self.watch.next_sweep_ns(self.now_ns)
+
+    def pass_time(self, seconds: float, *, emitting: tuple[str, ...] = ()) -> None:
+        for _ in range(round(seconds * 4)):
+            self.now_ns += 250 * MS
+            for key in emitting:
+                self.counts[key] += 1
+            plan = self.watch.sweep(self.now_ns, self.counts.__getitem__)
+            self.stalled += plan.engines
+            self.attempts += plan.attempts
+
+
+def test_a_decoding_engine_that_stops_is_noticed_within_a_sweep_of_its_limit() -> None:
+    """3 s of silence plus at most one sweep."""
+    bench = Bench()
+    bench.begin("x", A)
+    bench.pass_time(2, emitting=("x",))
+
+    bench.pass_time(3)
+    assert not bench.stalled
+    bench.pass_time(0.25)
+
+    assert bench.stalled == [StalledEngine(engine_id=A, silent_ns=3_250 * MS, limit_ns=3 * S)]
+
+
+def test_a_long_prefill_gets_the_time_its_prompt_needs() -> None:
+    """5 s and 1 ms a token: 20 000 tokens may take 25 s."""
+    bench = Bench()
+    bench.begin("x", A, num_prompt_tokens=20_000)
+
+    bench.pass_time(25)
+    assert not bench.stalled
+    bench.pass_time(0.25)
+
+    assert [each.engine_id for each in bench.stalled] == [A]
+
+
+def test_a_step_in_a_report_is_progress() -> None:
+    """A prefill behind others emits nothing, but its engine steps."""
+    bench = Bench()
+    bench.begin("x", A)
+
+    for _ in range(30):
+        bench.pass_time(1)
+        bench.watch.note_step(A, bench.now_ns)
+
+    assert not bench.stalled
+
+
+def test_one_engine_does_not_vouch_for_another() -> None:
+    """Tokens of b say nothing about a."""
+    bench = Bench()
+    bench.begin("x", A)
+    bench.begin("y", B)
+    bench.pass_time(1, emitting=("x", "y"))
+
+    bench.pass_time(4, emitting=("y",))
+
+    assert {each.engine_id for each in bench.stalled} == {A}
+
+
+def test_an_idle_engine_that_gets_work_starts_its_clock_then() -> None:
+    """An hour without work is not an hour of silence."""
+    bench = Bench()
+    bench.begin("x", A)
+    bench.pass_time(1, emitting=("x",))
+    bench.watch.end("x")
+    bench.now_ns += 3_600 * S
+
+    bench.begin("y", A)
+    bench.pass_time(2)
+
+    assert not bench.stalled
+
+
+def test_one_stream_that_stands_still_alone_is_moved_after_its_own_limit() -> None:
+    """Preemption is normal for a while."""
+    bench = Bench()
+    bench.begin("x", A)
+    bench.begin("y", A)
+    bench.pass_time(1, emitting=("x", "y"))
+
+    bench.pass_time(20, emitting=("y",))
+    assert not bench.attempts
+    bench.pass_time(0.25, emitting=("y",))
+
+    assert bench.attempts == ["x"]
+    assert not bench.stalled
+
+
+@pytest.mark.parametrize("jump_s", [60, -60], ids=["slept", "clock went back"])
+def test_time_that_dsched_itself_lost_is_nobodys_fault(jump_s: int) -> None:
+    """A stopped dsched must not take the whole cluster for frozen when it wakes up."""
+    bench = Bench()
+    bench.now_ns = 100 * S
+    bench.begin("x", A)
+    bench.pass_time(1, emitting=("x",))
+
+    bench.now_ns += jump_s * S
+    bench.pass_time(2.75)
+    assert not bench.stalled
+    bench.pass_time(1)
+
+    assert [each.engine_id for each in bench.stalled][:1] == [A]
+
+
+def test_limits_are_checked() -> None:
+    """The message names the limit and its value."""
+    with pytest.raises(ValueError, match="decode_timeout_ns is -1"):
+        ProgressLimits(decode_timeout_ns=-1)
