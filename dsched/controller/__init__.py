@@ -3,8 +3,10 @@
 from dsched.controller.cluster import EngineSpec, PoolSpec
 from dsched.controller.controller import (
     Controller,
+    ControllerObserver,
     ControllerSettings,
     EngineStatus,
+    HandoffGap,
     RankStatus,
     TickHost,
 )
@@ -12,9 +14,11 @@ from dsched.controller.host import LoopTickHost
 
 __all__ = [
     "Controller",
+    "ControllerObserver",
     "ControllerSettings",
     "EngineSpec",
     "EngineStatus",
+    "HandoffGap",
     "LoopTickHost",
     "PoolSpec",
     "RankStatus",

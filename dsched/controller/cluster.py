@@ -110,6 +110,22 @@ class Cluster:
             self.epoch += 1
         return record
 
+    def apply_suspect(self, engine_id: EngineId, reason: str) -> EngineRecord:
+        """The engine has stopped without saying so: nothing new while another one is up."""
+        record = self.engines[engine_id]
+        if record.state in (RankState.UP, RankState.DRAINING):
+            record.state, record.reason = RankState.SUSPECT, reason
+            self.epoch += 1
+        return record
+
+    def apply_trusted(self, engine_id: EngineId) -> EngineRecord:
+        """A suspect engine has shown progress: it rejoins under a new epoch."""
+        record = self.engines[engine_id]
+        if record.state is RankState.SUSPECT:
+            record.state, record.reason = RankState.UP, ""
+            self.epoch += 1
+        return record
+
     def apply_draining(self, engine_id: EngineId, *, is_draining: bool) -> EngineRecord:
         """An operator takes the engine out of service, or back into it."""
         record = self.engines[engine_id]

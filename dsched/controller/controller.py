@@ -27,6 +27,7 @@ from dsched.controller.events import (
     AttemptLost,
     DrainAsked,
     EngineCameUp,
+    EngineProgressed,
     EngineWentDown,
     Event,
     RequestArrived,
@@ -43,6 +44,7 @@ from dsched.drivers.base import AttemptFinish, Driver, EngineDescription, Finish
 from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams
 from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableError, InvariantError
 from dsched.faults import RecoveryMethod, TokenJournal, plan_recovery
+from dsched.faults.progress import ProgressLimits, ProgressWatch
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RankId, RequestId
 from dsched.routing import (
     DecodeRouter,
@@ -92,6 +94,8 @@ class ControllerSettings:
     kv_token_cost_ns: float = 26.0
     router_index: int = 0
     """Number of this process among the dsched processes over the same engines."""
+    progress: ProgressLimits | None = None
+    """How long what may stand still before it counts as frozen; `None` does not look."""
     is_validating: bool = False
     """Check every invariant after each tick."""
 
@@ -113,6 +117,37 @@ class Dispatch:
     decision: RoutingDecision
     command: GenerateCommand
     engine_id: EngineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffGap:
+    """What a client saw of a lost engine: the pause between two of its tokens, by part."""
+
+    detect_ns: int
+    """From its last token until the loss was noticed."""
+    dispatch_ns: int
+    """Until the next attempt was handed to an engine."""
+    prefill_ns: int
+    """Until that engine's first new token."""
+
+    @property
+    def total_ns(self) -> int:
+        return self.detect_ns + self.dispatch_ns + self.prefill_ns
+
+
+class ControllerObserver(Protocol):
+    """Hears what is worth measuring. Methods must not raise and must not block."""
+
+    def on_handoff(self, method: str, gap: HandoffGap) -> None:
+        """A request that had lost its engine got its next token."""
+        ...
+
+
+class NullObserver:
+    """Hears nothing."""
+
+    def on_handoff(self, method: str, gap: HandoffGap) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +195,11 @@ class Controller:
         host: TickHost,
         attempt_ids: AttemptIds,
         settings: ControllerSettings | None = None,
+        observer: ControllerObserver | None = None,
     ) -> None:
         self.settings = settings or ControllerSettings()
+        self._observer = observer or NullObserver()
+        self._watch = ProgressWatch(self.settings.progress) if self.settings.progress else None
         self.cluster = Cluster.from_pools(pools)
         self._drivers = dict(drivers)
         missing = sorted(set(self.cluster.engines) ^ set(self._drivers))
@@ -177,9 +215,12 @@ class Controller:
         self._runs: dict[RequestId, RequestRun] = {}
         self._waiting: dict[RequestId, RequestRun] = {}
         """Runs that no rank has, by age; the routers hold them between ticks."""
+        self._running: dict[AttemptId, RequestRun] = {}
+        """Runs that an engine computes now, by attempt."""
         self._unplanned: list[RequestRun] = []
         """Runs that this tick has to place first."""
         self._router_of_attempt: dict[AttemptId, DecodeRouter] = {}
+        """Attempts that an engine may still hold something for."""
         self._last_reports: dict[RankId, RankReport] = {}
         self.num_dispatched: dict[RankId, int] = {}
         self.num_fenced_tokens = 0
@@ -297,9 +338,18 @@ class Controller:
         rank_id = RankId(record.spec.engine_id, DpRank(report.dp_rank))
         outcome = router.apply_report(router.index_of(rank_id), report, self._clock.now_ns())
         if outcome is ReportOutcome.APPLIED:
+            last = self._last_reports.get(rank_id)
             self._last_reports[rank_id] = report
+            if last is None or last.step != report.step:
+                self._note_step(record)
             if router.num_held:
                 self._host.request_tick()
+
+    def _note_step(self, record: EngineRecord) -> None:
+        if self._watch is not None:
+            self._watch.note_step(record.spec.engine_id, self._clock.now_ns())
+        if record.state is RankState.SUSPECT:
+            self._push(EngineProgressed(engine_id=record.spec.engine_id))
 
     # ---- what operators ask
 
@@ -378,6 +428,7 @@ class Controller:
     def tick(self) -> None:
         """Apply what happened, decide, and tell the engines."""
         now_ns = self._clock.now_ns()
+        self._sweep(now_ns)
         events, self._events = self._events, []
         for event in events:
             self._apply(event)
@@ -387,6 +438,42 @@ class Controller:
         self._set_timer()
         if self.settings.is_validating:
             self.validate()
+
+    def _sweep(self, now_ns: int) -> None:
+        """Look for engines that have stopped without saying so, and take their requests away."""
+        if self._watch is None:
+            return
+        due_ns = self._watch.next_sweep_ns(now_ns)
+        if due_ns is None or now_ns < due_ns:
+            return
+        plan = self._watch.sweep(now_ns, lambda key: self._running[key].num_attempt_tokens)  # type: ignore[index]
+        for stalled in plan.engines:
+            reason = f"no progress for {stalled.silent_ns / 1e9:.1f} s"
+            self._sync_ranks(self.cluster.apply_suspect(stalled.engine_id, reason))
+            log.warning(
+                "engine.suspected",
+                engine_id=stalled.engine_id,
+                silent_ms=stalled.silent_ns // 1_000_000,
+                limit_ms=stalled.limit_ns // 1_000_000,
+                epoch=self.cluster.epoch,
+            )
+            for run in self._runs_on(stalled.engine_id):
+                self._lose_attempt(run, reason=f"engine {stalled.engine_id}: {reason}")
+        for key in plan.attempts:
+            limit_s = self._watch.limits.stream_timeout_ns / 1e9
+            self._lose_attempt(self._running[key], reason=f"no token for {limit_s:.0f} s")  # type: ignore[index]
+
+    def _runs_on(self, engine_id: EngineId) -> list[RequestRun]:
+        return [
+            run
+            for run in self._running.values()
+            if run.attempt is not None and run.attempt.engine_id == engine_id
+        ]
+
+    def _lose_attempt(self, run: RequestRun, *, reason: str) -> None:
+        """Take a request away from an engine that does not answer: fence, abort, go on."""
+        self._abort_attempt(run)
+        self._fail_attempt(run, reason=reason, is_engine_lost=True)
 
     def _push(self, event: Event) -> None:
         self._events.append(event)
@@ -402,6 +489,9 @@ class Controller:
                 self._apply_engine_up(event.description)
             case EngineWentDown():
                 self._apply_engine_down(event)
+            case EngineProgressed():
+                self._sync_ranks(self.cluster.apply_trusted(event.engine_id))
+                log.info("engine.trusted", engine_id=event.engine_id, epoch=self.cluster.epoch)
             case DrainAsked():
                 record = self.cluster.apply_draining(event.engine_id, is_draining=event.is_draining)
                 self._sync_ranks(record)
@@ -421,6 +511,7 @@ class Controller:
             router=self._routers[pool],
             journal=self._journal,
             owner=self,
+            clock=self._clock,
             time_ns=event.time_ns,
         )
         self._journal.open_request(
@@ -618,7 +709,17 @@ class Controller:
             num_prompt_tokens=len(prompt_token_ids),
         )
         run.phase = Phase.RUNNING
+        run.dispatch_ns = now_ns
+        run.num_attempt_tokens = 0
         del self._waiting[request.request_id]
+        self._running[attempt_id] = run
+        if self._watch is not None:
+            self._watch.begin(
+                attempt_id,
+                engine_id=rank_id.engine_id,
+                num_prompt_tokens=len(prompt_token_ids),
+                now_ns=now_ns,
+            )
         # Booked by attempt, not by request: a cancelled attempt may still run while its client
         # repeats the request.
         run.router.book(
@@ -714,18 +815,42 @@ class Controller:
         if not (is_lost or is_busy):
             self._end_with_error(run, _error_from_engine(error))
             return
+        self._fail_attempt(run, reason=str(error), is_engine_lost=is_lost)
+
+    def _fail_attempt(self, run: RequestRun, *, reason: str, is_engine_lost: bool) -> None:
+        """The attempt is over, the request is not: nothing it still says counts."""
         if run.attempt is None:
             raise InvariantError(f"request {run.request.request_id} failed without an attempt")
+        self._stop_watching(run)
         run.phase = Phase.WAITING
+        if run.lost_ns is None:
+            run.lost_ns = self._clock.now_ns()
         self._journal.fence_attempt(run.request.request_id)
         self._push(
             AttemptLost(
                 request_id=run.request.request_id,
                 engine_id=run.attempt.engine_id,
-                reason=str(error),
-                is_engine_lost=is_lost,
+                reason=reason,
+                is_engine_lost=is_engine_lost,
             )
         )
+
+    def on_handed_off(self, run: RequestRun, now_ns: int) -> None:
+        """The first token after a loss: measure what the client saw."""
+        if run.lost_ns is not None and run.recovery is not None and run.num_handoffs:
+            gap = HandoffGap(
+                detect_ns=run.lost_ns - run.token_ns,
+                dispatch_ns=run.dispatch_ns - run.lost_ns,
+                prefill_ns=now_ns - run.dispatch_ns,
+            )
+            self._observer.on_handoff(run.recovery.method.value, gap)
+        run.lost_ns = None
+
+    def _stop_watching(self, run: RequestRun) -> None:
+        if run.attempt is not None:
+            self._running.pop(run.attempt.attempt_id, None)
+            if self._watch is not None:
+                self._watch.end(run.attempt.attempt_id)
 
     def on_attempt_released(self, attempt_id: AttemptId) -> None:
         """The engine holds nothing of this attempt any more."""
@@ -743,6 +868,7 @@ class Controller:
     def _close_run(self, run: RequestRun, *, outcome: Outcome) -> None:
         """Forget a request. Its booking stays until the engine has let go of it."""
         request_id = run.request.request_id
+        self._stop_watching(run)
         run.phase = Phase.ENDED
         del self._runs[request_id]
         if self._waiting.pop(request_id, None) is not None:
@@ -785,10 +911,12 @@ class Controller:
         if self._waiting:
             oldest = next(iter(self._waiting.values()))
             times.append(oldest.time_ns + self.settings.queue_timeout_ns)
+        now_ns = self._clock.now_ns()
+        if self._watch is not None and (due_ns := self._watch.next_sweep_ns(now_ns)) is not None:
+            times.append(due_ns)
         if not times:
             self._timer_ns = None
             return
-        now_ns = self._clock.now_ns()
         time_ns = max(min(times), now_ns + 1)
         if self._timer_ns is None or not now_ns < self._timer_ns <= time_ns:
             self._timer_ns = time_ns
@@ -806,6 +934,10 @@ class Controller:
         for request_id, run in self._runs.items():
             if run.phase is Phase.ENDED:
                 raise InvariantError(f"request {request_id} ended and is still kept")
+            if (run.phase is Phase.RUNNING) != (
+                run.attempt is not None and run.attempt.attempt_id in self._running
+            ):
+                raise InvariantError(f"request {request_id}: {run.phase.name} and not in its place")
             if (run.phase is Phase.RUNNING) == (request_id in self._waiting):
                 raise InvariantError(
                     f"request {request_id}: phase {run.phase.name} is not its place"

@@ -43,6 +43,13 @@ class EngineWentDown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProgressed:
+    """A suspect engine has reported a new step."""
+
+    engine_id: EngineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainAsked:
     """An operator takes an engine out of service, or puts it back."""
 
@@ -50,4 +57,4 @@ class DrainAsked:
     is_draining: bool
 
 
-Event = RequestArrived | AttemptLost | EngineCameUp | EngineWentDown | DrainAsked
+Event = RequestArrived | AttemptLost | EngineCameUp | EngineWentDown | EngineProgressed | DrainAsked

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+from dsched.clock import Clock
 from dsched.controller.request import InferenceRequest, RequestStream
 from dsched.drivers.base import AttemptFinish
 from dsched.drivers.wire import TokenLogprob
@@ -54,6 +55,8 @@ class RunOwner(Protocol):
 
     def on_replay_differs(self, run: "RequestRun") -> None: ...
 
+    def on_handed_off(self, run: "RequestRun", now_ns: int) -> None: ...
+
     def on_attempt_released(self, attempt_id: AttemptId) -> None: ...
 
 
@@ -61,11 +64,15 @@ class RequestRun:
     """State of one request; the sink of its attempts."""
 
     __slots__ = (
+        "_clock",
         "_journal",
         "_owner",
         "attempt",
+        "dispatch_ns",
         "excluded_ranks",
         "expected_token_ids",
+        "lost_ns",
+        "num_attempt_tokens",
         "num_attempts",
         "num_handoffs",
         "num_output_tokens",
@@ -76,6 +83,7 @@ class RequestRun:
         "router",
         "stream",
         "time_ns",
+        "token_ns",
     )
 
     def __init__(
@@ -87,6 +95,7 @@ class RequestRun:
         router: DecodeRouter,
         journal: TokenJournal,
         owner: RunOwner,
+        clock: Clock,
         time_ns: int,
     ) -> None:
         self.request = request
@@ -95,11 +104,20 @@ class RequestRun:
         self.router = router
         self._journal = journal
         self._owner = owner
+        self._clock = clock
         self.time_ns = time_ns
         """When it arrived."""
+        self.token_ns = time_ns
+        """When its last token came."""
+        self.lost_ns: int | None = None
+        """When the loss of its attempt was noticed; `None` again once a new token comes."""
+        self.dispatch_ns = time_ns
+        """When its attempt was handed out."""
         self.phase = Phase.WAITING
         self.attempt: Attempt | None = None
         self.num_attempts = 0
+        self.num_attempt_tokens = 0
+        """Tokens of the attempt that runs, replayed ones included: its progress."""
         self.num_output_tokens = 0
         self.excluded_ranks: tuple[int, ...] = ()
         """Router's numbers of the ranks that failed it."""
@@ -119,6 +137,7 @@ class RequestRun:
         if attempt is None or attempt.attempt_id != attempt_id or self.phase is not Phase.RUNNING:
             self._owner.num_fenced_tokens += len(token_ids)
             return
+        self.num_attempt_tokens += len(token_ids)
         if self.expected_token_ids:
             num_replayed = self._check_replayed(attempt_id, token_ids)
             if num_replayed is None:
@@ -137,6 +156,10 @@ class RequestRun:
             return
         num_tokens = len(token_ids)
         self.num_output_tokens = first_index + num_tokens
+        now_ns = self._clock.now_ns()
+        if self.lost_ns is not None:
+            self._owner.on_handed_off(self, now_ns)
+        self.token_ns = now_ns
         self.router.add_tokens(attempt_id, num_tokens)
         self.stream.on_tokens(first_index, token_ids, logprobs)
 

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from dsched.clock import ManualClock
-from dsched.controller import Controller, ControllerSettings, EngineSpec, PoolSpec
+from dsched.controller import (
+    Controller,
+    ControllerObserver,
+    ControllerSettings,
+    EngineSpec,
+    HandoffGap,
+    PoolSpec,
+)
 from dsched.controller.request import InferenceRequest, RequestError, RequestFinish
 from dsched.drivers.base import (
     AttemptFinish,
@@ -19,6 +26,7 @@ from dsched.drivers.base import (
 from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams, TokenLogprob
 from dsched.errors import EngineRefusedError, EngineUnreachableError
 from dsched.faults import MemoryJournal, RecoveryMethod
+from dsched.faults.progress import ProgressLimits
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RequestId
 
 SECOND_NS = 1_000_000_000
@@ -120,7 +128,12 @@ class Heard:
 class Bench:
     """A controller over fake engines, ticked by hand."""
 
-    def __init__(self, *engines: FakeEngine, settings: ControllerSettings | None = None) -> None:
+    def __init__(
+        self,
+        *engines: FakeEngine,
+        settings: ControllerSettings | None = None,
+        observer: ControllerObserver | None = None,
+    ) -> None:
         self.engines = engines
         self.clock = ManualClock()
         self.journal = MemoryJournal()
@@ -140,6 +153,7 @@ class Bench:
             host=self,
             attempt_ids=AttemptIds(process_tag=1),
             settings=settings or ControllerSettings(is_validating=True),
+            observer=observer,
         )
         self.controller.start()
         for engine in engines:
@@ -642,3 +656,93 @@ def test_close_ends_every_stream_once_and_releases_drivers() -> None:
     assert heard.error.code == "stopping"
     assert late.error.code == "stopping"
     assert engine.is_closed
+
+
+def frozen_bench() -> tuple[Bench, Heard, FakeEngine, FakeEngine]:
+    """A request that has two tokens from `first`, which then stops without a word."""
+    bench = Bench(
+        *engines(2),
+        settings=ControllerSettings(
+            progress=ProgressLimits(decode_timeout_ns=3 * SECOND_NS), is_validating=True
+        ),
+    )
+    heard = bench.ask("r")
+    bench.controller.tick()
+    first = next(engine for engine in bench.engines if engine.commands)
+    other = next(engine for engine in bench.engines if engine is not first)
+    first.emit(1, 2)
+    bench.wait(SECOND_NS // 4)
+    return bench, heard, first, other
+
+
+def test_a_frozen_engine_loses_its_requests_after_the_progress_timeout() -> None:
+    """Nothing broke, nothing answers: the request goes on elsewhere, the engine is suspect."""
+    bench, heard, first, other = frozen_bench()
+
+    for _ in range(14):
+        bench.wait(SECOND_NS // 4)
+    other.emit(3)
+    other.finish()
+
+    assert heard.token_ids == [1, 2, 3]
+    assert first.aborted == list(first.commands)
+    assert [status.state.name for status in bench.controller.engine_statuses()].count(
+        "SUSPECT"
+    ) == 1
+
+
+def test_a_frozen_engine_that_wakes_up_adds_no_token_and_rejoins() -> None:
+    """Its late tokens are fenced; a new step makes it trusted again under a new epoch."""
+    bench, heard, first, other = frozen_bench()
+    for _ in range(14):
+        bench.wait(SECOND_NS // 4)
+    epoch = bench.controller.cluster.epoch
+
+    first.emit(8, 9)
+    bench.controller.on_report(
+        RankReport(
+            engine_id=first.engine_id,
+            incarnation="i",
+            dp_rank=0,
+            seq=0,
+            step=7,
+            num_running=0,
+            num_waiting=0,
+            num_kv_tokens=0,
+            num_waiting_prefill_tokens=0,
+            kv_capacity_tokens=1_000,
+            step_ns=5,
+        )
+    )
+    bench.controller.tick()
+    other.emit(3)
+    other.finish()
+
+    assert heard.token_ids == [1, 2, 3]
+    assert bench.controller.num_fenced_tokens == 2
+    assert all(s.state.name == "UP" for s in bench.controller.engine_statuses())
+    assert bench.controller.cluster.epoch == epoch + 1
+
+
+def test_the_gap_of_a_handoff_is_measured_by_part() -> None:
+    """Detection, dispatch and prefill add up to what the client saw."""
+    gaps: list[HandoffGap] = []
+
+    class Observer:
+        def on_handoff(self, method: str, gap: HandoffGap) -> None:
+            gaps.append(gap)
+
+    (first, other) = engines(2)
+    bench = Bench(first, other, observer=Observer())
+    bench.ask("r")
+    bench.controller.tick()
+    if not first.commands:
+        first, other = other, first
+    first.emit(1)
+    bench.wait(5)
+    first.fail(EngineUnreachableError("reset"))
+    bench.wait(7)
+    bench.wait(11)
+    other.emit(2)
+
+    assert [(gap.detect_ns, gap.dispatch_ns, gap.prefill_ns) for gap in gaps] == [(5, 7, 11)]
