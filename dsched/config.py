@@ -264,25 +264,6 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
 
     process: bool = True
     """Show memory, CPU time and file descriptors of the dsched process."""
-    latency_buckets_s: tuple[Annotated[float, Meta(gt=0, le=86_400)], ...] = (
-        0.001,
-        0.0025,
-        0.005,
-        0.01,
-        0.025,
-        0.05,
-        0.1,
-        0.25,
-        0.5,
-        1.0,
-        2.5,
-        5.0,
-        10.0,
-        30.0,
-        60.0,
-    )
-    """Upper bounds of the latency histograms, rising; an empty list keeps sum and count only.
-    More: more series to store for every model."""
 
 
 class LoggingConfig(Section, frozen=True, kw_only=True):

@@ -23,7 +23,6 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 def check_config(config: Config) -> Config:
     """Check what spans several values; return the configuration with normalised URLs."""
     _check_addresses(config)
-    _check_buckets(config.metrics.latency_buckets_s)
     _check_policy(config.routing.policy, config.routing.policy_args)
     _check_endpoint("$.agent.endpoint", config.agent.endpoint)
     _check_registry_url(config)
@@ -58,15 +57,6 @@ def _check_addresses(config: Config) -> None:
             f"$.admin.port: {config.admin.port} is also the front door's port on "
             f"{config.admin.host}"
         )
-
-
-def _check_buckets(buckets: tuple[float, ...]) -> None:
-    for index in range(1, len(buckets)):
-        if buckets[index] <= buckets[index - 1]:
-            raise ConfigError(
-                f"$.metrics.latency_buckets_s[{index}]: {buckets[index]} does not rise above "
-                f"{buckets[index - 1]}"
-            )
 
 
 def _check_endpoint(path: str, endpoint: str) -> None:

@@ -1,0 +1,89 @@
+"""The log: one JSON object a line on stderr, or coloured lines on a terminal.
+
+Events are `noun.past_participle` with fields, as in `log.warning("plan.dropped", epoch=3)`; the
+list is in `docs/operations.md`. What belongs to one request binds `request_id`. Prompts, answers
+and token ids are never fields; `drop_content` removes them if somebody tries.
+"""
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any, TextIO
+
+import structlog
+
+from dsched.config import LoggingConfig
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+CONTENT_FIELDS = frozenset(
+    {
+        "prompt", "messages", "content", "text", "completion", "answer", "delta", "body",
+        "token_ids", "prompt_token_ids", "output_token_ids", "tokens",
+    }
+)  # fmt: skip
+"""Names of fields that would hold what clients write or read."""
+
+
+def configure_logging(config: LoggingConfig, *, stream: TextIO | None = None) -> None:
+    """Send structlog, and the standard library's loggers of our dependencies, to stderr.
+
+    Call once, at the start of a process; other libraries' records take the same form.
+    """
+    target = stream if stream is not None else sys.stderr
+    is_console = config.format == "console" or (config.format == "auto" and target.isatty())
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        drop_content,
+    ]
+    renderer: Any = (
+        structlog.dev.ConsoleRenderer(colors=target.isatty())
+        if is_console
+        else structlog.processors.JSONRenderer()
+    )
+    finish: list[Any] = [] if is_console else [structlog.processors.format_exc_info]
+    structlog.configure(
+        processors=[*shared, *finish, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(LEVELS[config.level]),
+        logger_factory=structlog.PrintLoggerFactory(target),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(target)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *finish,
+                renderer,
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    # Dependencies say little that an operator can use, and some say it for every request.
+    root.setLevel(max(LEVELS[config.level], logging.WARNING))
+
+
+def drop_content(
+    logger: object,  # noqa: ARG001 - structlog's shape of a processor
+    method_name: str,  # noqa: ARG001
+    event: MutableMapping[str, Any],
+) -> MutableMapping[str, Any]:
+    """Replace what a client wrote or read by its length.
+
+    >>> drop_content(None, "info", {"event": "request.ended", "prompt": "secret"})
+    {'event': 'request.ended', 'prompt': '<6 dropped>'}
+    """
+    for name in CONTENT_FIELDS & event.keys():
+        value = event[name]
+        length = len(value) if hasattr(value, "__len__") else 1
+        event[name] = f"<{length} dropped>"
+    return event

@@ -1,0 +1,128 @@
+"""Every metric of dsched: name, kind, labels, meaning. `docs/operations.md` lists the same.
+
+Names follow Prometheus: base units, `_total` for counters. Label values are bounded by the
+configuration (models, pools, engines) or by code (outcomes, reasons); never a request id, a prompt
+or anything else that a client chooses.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class MetricKind(StrEnum):
+    """How a metric behaves."""
+
+    COUNTER = "counter"
+    """Only rises."""
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric."""
+
+    name: str
+    kind: MetricKind
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+def _counter(name: str, help: str, *labels: str) -> Metric:  # noqa: A002 - Prometheus' word
+    return Metric(name=name, kind=MetricKind.COUNTER, help=help, labels=labels)
+
+
+def _gauge(name: str, help: str, *labels: str) -> Metric:  # noqa: A002
+    return Metric(name=name, kind=MetricKind.GAUGE, help=help, labels=labels)
+
+
+def _histogram(name: str, help: str, *labels: str) -> Metric:  # noqa: A002
+    return Metric(name=name, kind=MetricKind.HISTOGRAM, help=help, labels=labels)
+
+
+_METRICS = (
+    _gauge("dsched_build_info", "Always 1; the version is a label.", "version"),
+    # What clients see.
+    _counter(
+        "dsched_requests_total", "Ended requests, by how they ended.", "model", "api", "outcome"
+    ),
+    _counter(
+        "dsched_requests_refused_total",
+        "Requests refused before they reached a model, by HTTP status.",
+        "status",
+    ),
+    _gauge("dsched_open_streams", "Requests in work.", "model"),
+    _counter("dsched_prompt_tokens_total", "Prompt tokens of accepted requests.", "model"),
+    _counter(
+        "dsched_cached_prompt_tokens_total", "Prompt tokens that came from prefix reuse.", "model"
+    ),
+    _counter("dsched_output_tokens_total", "Tokens sent to clients.", "model"),
+    _histogram("dsched_ttft_seconds", "Arrival of a request to its first token.", "model"),
+    _histogram("dsched_itl_seconds", "Time per later token, as the client sees it.", "model"),
+    _histogram("dsched_request_duration_seconds", "Arrival of a request to its end.", "model"),
+    # Routing.
+    _gauge("dsched_admission_queue_depth", "Requests that wait at the router for a rank."),
+    _counter(
+        "dsched_policy_errors_total",
+        "Times a policy of an operator raised or chose wrongly and the default decided.",
+        "plugin",
+    ),
+    _counter(
+        "dsched_handoff_total",
+        "Requests that lost their engine, by what was done with them.",
+        "outcome",
+    ),
+    # Engines and ranks.
+    _gauge(
+        "dsched_worker_state",
+        "1 for the state an engine is in, 0 for the others.",
+        "engine",
+        "pool",
+        "state",
+    ),
+    _gauge("dsched_membership_epoch", "Rises at each change of the live engines."),
+    _gauge("dsched_rank_running_requests", "Requests running on a DP rank.", "engine", "dp_rank"),
+    _gauge(
+        "dsched_rank_waiting_requests",
+        "Requests waiting inside the engine for a DP rank.",
+        "engine",
+        "dp_rank",
+    ),
+    _gauge("dsched_rank_kv_tokens", "KV tokens in use on a DP rank.", "engine", "dp_rank"),
+    _gauge("dsched_rank_kv_capacity_tokens", "KV tokens a DP rank holds.", "engine", "dp_rank"),
+    _gauge("dsched_rank_step_seconds", "Duration of a DP rank's last step.", "engine", "dp_rank"),
+    _gauge(
+        "dsched_rank_report_age_seconds",
+        "Age of a DP rank's last load report; missing before the first.",
+        "engine",
+        "dp_rank",
+    ),
+    _counter("dsched_rank_dispatched_total", "Attempts sent to a DP rank.", "engine", "dp_rank"),
+    # Load reports of the agents inside engines.
+    _counter("dsched_agent_messages_total", "Messages received from agents."),
+    _counter("dsched_agent_commands_dropped_total", "Commands to agents that were not connected."),
+    _counter("dsched_reports_dropped_total", "Load reports dropped, by reason.", "reason"),
+    # The token journal.
+    _gauge(
+        "dsched_journal_durable",
+        "1 while a restarted dsched would find the tokens, up to the flush interval.",
+    ),
+    _counter("dsched_journal_recorded_tokens_total", "Tokens recorded before their client."),
+    _counter(
+        "dsched_journal_fenced_tokens_total", "Tokens dropped because their attempt was over."
+    ),
+    _gauge("dsched_journal_open_requests", "Requests in the journal without an end."),
+    _gauge("dsched_journal_pending_requests", "Requests with something not yet in the file."),
+    _counter("dsched_journal_write_errors_total", "Failed writes of the journal's file."),
+    _counter("dsched_journal_dropped_requests_total", "Requests whose end never reached the file."),
+    # The registry.
+    _gauge("dsched_registry_registered", "1 while the registry knows this process."),
+    _gauge("dsched_registry_lag_seconds", "Time since the registry last answered."),
+    _counter("dsched_registry_failures_total", "Failed calls of the registry."),
+    _counter("dsched_registry_leases_lost_total", "Leases that ran out while dsched was alive."),
+)
+
+CATALOG: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _METRICS})
+"""Every metric, by name."""
