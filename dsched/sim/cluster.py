@@ -275,7 +275,12 @@ class SimCluster:
         self.controller.validate()
 
     def _measure_step(self, engine: SimEngine, duration_ns: int) -> None:
-        self.meter.add(engine.last_rank_ns, duration_ns, int(engine.last_step_tokens.sum()))
+        self.meter.add(
+            engine.last_rank_ns,
+            engine.last_decode_ns,
+            duration_ns=duration_ns,
+            num_tokens=int(engine.last_step_tokens.sum()),
+        )
 
 
 class _Replay:

@@ -318,7 +318,7 @@ class SimDriver:
             engine_id=self._engine_id,
             kind="sim",
             model=self._model_name,
-            max_model_len=config.max_model_len,
+            max_model_len=config.max_request_tokens,
             vocab_size=self.engine.model.vocab_size,
             num_dp_ranks=config.num_dp_ranks,
             kv_capacity_tokens=config.kv_capacity_tokens,

@@ -73,6 +73,7 @@ class SimEngineConfig:
     """Decode and prefill tokens of one rank in one step. Above: a chunk delays every stream of
     the engine. Below: prompts take many steps."""
     max_model_len: int = 131_072
+    """Tokens of prompt and output together; also limited by what one rank can hold."""
     kv_policy: KvPolicy = KvPolicy.PREEMPT
     prefix_cache_tokens: int = 0
     """Tokens of ended prompts that a rank remembers beside its KV tokens; 0 turns reuse off."""
@@ -86,13 +87,15 @@ class SimEngineConfig:
                 f"max_step_tokens {self.max_step_tokens} must exceed max_running_requests "
                 f"{self.max_running_requests}, or decodes leave no room for prefill"
             )
-        if self.kv_capacity_tokens < self.max_model_len:
-            raise ValueError(
-                f"kv_capacity_tokens {self.kv_capacity_tokens} cannot hold one request of "
-                f"max_model_len {self.max_model_len}"
-            )
+        if self.kv_capacity_tokens < 1:
+            raise ValueError(f"kv_capacity_tokens {self.kv_capacity_tokens} must be at least 1")
         if self.prefix_cache_tokens < 0:
             raise ValueError(f"prefix_cache_tokens {self.prefix_cache_tokens} is negative")
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Longest prompt and output together: a request must fit a rank by itself."""
+        return min(self.max_model_len, self.kv_capacity_tokens)
 
 
 class SimAttempt:
@@ -103,6 +106,7 @@ class SimAttempt:
         "attempt_id",
         "chain",
         "finish",
+        "first_end",
         "last_token",
         "logprob_chain",
         "max_output_tokens",
@@ -121,7 +125,13 @@ class SimAttempt:
     )
 
     def __init__(
-        self, command: GenerateCommand, *, chain: int, salt: int, max_output_tokens: int
+        self,
+        command: GenerateCommand,
+        *,
+        chain: int,
+        salt: int,
+        first_end: int | None,
+        max_output_tokens: int,
     ) -> None:
         self.attempt_id = command.attempt_id
         self.rank: int = command.dp_rank
@@ -130,6 +140,8 @@ class SimAttempt:
         self.chain = chain
         self.logprob_chain = chain
         self.salt = salt
+        self.first_end = first_end
+        """Output tokens from which on the model may end by itself; `None`: never."""
         self.last_token = command.prompt_token_ids[-1] if command.prompt_token_ids else 0
         self.num_prompt_tokens = len(command.prompt_token_ids)
         self.max_output_tokens = max_output_tokens
@@ -212,6 +224,8 @@ class SimEngine:
         self.num_preemptions = 0
         self.last_rank_ns = np.zeros(ranks, dtype=np.int64)
         """[D] what the last step would have taken on each rank alone."""
+        self.last_decode_ns = np.zeros(ranks, dtype=np.int64)
+        """[D] the same without its prefill chunks."""
         self.last_step_tokens = np.zeros(ranks, dtype=np.int64)
         """[D] tokens computed in the last step."""
 
@@ -232,11 +246,11 @@ class SimEngine:
         if command.attempt_id in self._attempts:
             raise EngineRefusedError(409, f"attempt id {command.attempt_id!r} is in use")
         num_prompt = len(command.prompt_token_ids)
-        if not 1 <= num_prompt < config.max_model_len:
+        if not 1 <= num_prompt < config.max_request_tokens:
             raise EngineRefusedError(
                 400,
                 f"a prompt of {num_prompt} tokens does not fit: the model takes 1 to "
-                f"{config.max_model_len - 1} prompt tokens",
+                f"{config.max_request_tokens - 1} prompt tokens",
             )
         try:
             chain = self.model.prompt_chain(command.prompt_token_ids)
@@ -246,10 +260,19 @@ class SimEngine:
             command,
             chain=chain,
             salt=self.model.salt(command.sampling),
-            max_output_tokens=min(command.sampling.max_tokens, config.max_model_len - num_prompt),
+            first_end=self._first_end(command),
+            max_output_tokens=min(
+                command.sampling.max_tokens, config.max_request_tokens - num_prompt
+            ),
         )
         self._attempts[attempt.attempt_id] = attempt
         self._enqueue(attempt, at_head=False)
+
+    def _first_end(self, command: GenerateCommand) -> int | None:
+        if command.sampling.ignore_eos:
+            return None
+        first_end = self.model.first_end(command.prompt_token_ids)
+        return None if first_end is None else max(first_end, command.sampling.min_tokens)
 
     def abort(self, attempt_id: str) -> bool:
         """Drop an attempt, its KV and its output that nobody took; `False` if it is not there."""
@@ -302,12 +325,14 @@ class SimEngine:
                 num_prefill[rank] += chunk.num_tokens
                 prefill_context[rank] += chunk.num_tokens * (before + chunk.num_tokens // 2)
                 self._chunks.append(chunk)
-        self.last_rank_ns = self._cost.step_ns(
-            num_prefill,
-            prefill_context,
-            self._num_decoding,
-            self._decode_context + self._num_decoding,
-        )
+        num_decodes, num_kv = self._num_decoding, self._decode_context + self._num_decoding
+        nothing = np.zeros_like(self._held)
+        self.last_decode_ns = self._cost.step_ns(nothing, nothing, num_decodes, num_kv)
+        self.last_rank_ns = self.last_decode_ns
+        if self._chunks:
+            self.last_rank_ns = self._cost.step_ns(
+                num_prefill, prefill_context, num_decodes, num_kv
+            )
         self.last_step_tokens = num_prefill + self._num_decoding
         if not self.last_step_tokens.any():
             raise InvariantError("attempts are there, but no rank can work on any")
@@ -561,7 +586,8 @@ class SimEngine:
         self._salt[row] = attempt.salt
         self._last[row] = attempt.last_token
         self._left[row] = attempt.max_output_tokens - attempt.num_output_tokens
-        self._may_end_at[row] = -1 if attempt.sampling.ignore_eos else _left_at_minimum(attempt)
+        first_end = attempt.first_end
+        self._may_end_at[row] = -1 if first_end is None else attempt.max_output_tokens - first_end
         if attempt.sampling.stop_token_ids:
             self._with_stops[attempt.attempt_id] = attempt
 

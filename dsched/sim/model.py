@@ -56,6 +56,10 @@ class SimModel:
     eos_token_id: int | None = None
     mean_output_tokens: float = 256.0
     """With `eos_token_id`: tokens until the end, on average (geometric)."""
+    turn_token_id: int | None = None
+    """Token that begins an answer. When given, only answers that began so end by themselves."""
+    min_output_tokens: int = 0
+    """With `turn_token_id`: tokens after it before which the model never ends."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.vocab_size <= 1 << 24:
@@ -96,6 +100,20 @@ class SimModel:
         powers[0] = 1
         powers = np.cumprod(powers)[::-1]
         return int(np.dot((tokens + 1).astype(np.uint64), powers))
+
+    def first_end(self, prompt: Sequence[int]) -> int | None:
+        """Return the output tokens before which the model does not end; `None`: it never does.
+
+        Counted from the token that began the answer, so a continuation ends where it would have.
+        """
+        if self.eos_token_id is None:
+            return None
+        if self.turn_token_id is None:
+            return 0
+        for distance, token in enumerate(reversed(prompt)):
+            if token == self.turn_token_id:
+                return max(0, self.min_output_tokens - distance)
+        return None
 
     def salt(self, sampling: SamplingParams) -> int:
         """Return what sampling mixes into every choice; 0 when greedy."""
@@ -146,11 +164,13 @@ class SimModel:
         chain = np.array([self.prompt_chain(prompt)], dtype=np.uint64)
         salt = np.array([self.salt(params)], dtype=np.uint64)
         last = np.array([prompt[-1] if prompt else 0], dtype=np.int32)
+        first_end = None if params.ignore_eos else self.first_end(prompt)
         out: list[int] = []
         while len(out) < num_tokens:
             token = self.next_tokens(chain, salt, last)
             may_end = len(out) >= params.min_tokens
-            if may_end and not params.ignore_eos and self.ends(chain, salt, last)[0]:
+            is_long = first_end is not None and len(out) >= first_end
+            if may_end and is_long and self.ends(chain, salt, last)[0]:
                 break
             if may_end and int(token[0]) in params.stop_token_ids:
                 break

@@ -66,10 +66,22 @@ class StepMeter:
     mean_work_ns: float = 0.0
     """Sum over steps of the mean over ranks of the time beyond an idle rank's."""
     max_work_ns: float = 0.0
+    mean_decode_ns: float = 0.0
+    """The same two sums for the decodes alone."""
+    max_decode_ns: float = 0.0
     num_step_tokens: int = 0
 
-    def add(self, rank_ns: NDArray[np.int64], duration_ns: int, num_tokens: int) -> None:
+    def add(
+        self,
+        rank_ns: NDArray[np.int64],
+        decode_ns: NDArray[np.int64],
+        *,
+        duration_ns: int,
+        num_tokens: int,
+    ) -> None:
         self.num_steps += 1
+        self.mean_decode_ns += float(decode_ns.mean()) - self.idle_rank_ns
+        self.max_decode_ns += float(decode_ns.max()) - self.idle_rank_ns
         self.busy_ns += duration_ns
         self.mean_work_ns += float(rank_ns.mean()) - self.idle_rank_ns
         self.max_work_ns += float(rank_ns.max()) - self.idle_rank_ns
@@ -79,6 +91,11 @@ class StepMeter:
     def balance(self) -> float | None:
         """Mean over ranks / maximum over ranks of the work, summed over all steps."""
         return self.mean_work_ns / self.max_work_ns if self.max_work_ns > 0 else None
+
+    @property
+    def decode_balance(self) -> float | None:
+        """The same of the decodes alone: what placing requests can change."""
+        return self.mean_decode_ns / self.max_decode_ns if self.max_decode_ns > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -171,6 +188,7 @@ class ReplayReport:
         per_rank = np.bincount(times.rank[times.rank >= 0], minlength=self.num_ranks)
         return {
             "balance": {
+                "decode_mean_over_max_rank_work": self.steps.decode_balance,
                 "mean_over_max_rank_work": self.steps.balance,
                 "requests_per_rank": per_rank.tolist(),
                 "share_of_time_with_fewer_requests_than_ranks": times.share_below(self.num_ranks),
