@@ -18,7 +18,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -405,8 +405,8 @@ class _Connection(asyncio.Protocol):
     # What the event loop tells.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are transports without saying so.
+        self._transport = cast("asyncio.Transport", transport)
         self._pool._open[self] = None
 
     def data_received(self, data: bytes) -> None:
