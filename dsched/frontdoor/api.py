@@ -1,0 +1,254 @@
+"""The token path: a completion request from its bytes to the controller.
+
+The order of the checks is the order in which a client can act: a body that cannot be read (400),
+a model that nobody configured (404), a model whose engines are down (503), too many requests (429),
+a field that this model cannot honour (400), a prompt that is too long (400). Nothing reaches the
+controller before all of them passed.
+
+Long texts are rendered on a small thread pool (the tokenizer releases the GIL), short ones at once:
+the way to a thread and back costs more than a short text.
+"""
+
+import asyncio
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from dsched.clock import Clock, wall_time_s
+from dsched.config import FrontDoorConfig
+from dsched.controller.request import ControlPlane, InferenceRequest, ModelInfo
+from dsched.frontdoor.answer import Answer
+from dsched.frontdoor.connection import ClientConnection, Headers, HttpRequest
+from dsched.frontdoor.errors import ApiError, echo
+from dsched.frontdoor.format import AnswerFormat, LogprobWriter
+from dsched.frontdoor.intake import Intake, make_intake
+from dsched.frontdoor.models import ServedModel
+from dsched.frontdoor.schema import parse_chat, parse_completion
+from dsched.frontdoor.stats import Api, FrontDoorMetrics, FrontDoorStats, RequestRecord
+from dsched.frontdoor.text import Detokenizer, StopFinder
+from dsched.ids import RequestId
+
+INLINE_CHARS = 4_096
+"""Longest text that is rendered on the event loop: about a millisecond."""
+NUM_RENDER_THREADS = 2
+"""Threads for longer texts. More: they compete with the event loop for cores."""
+RETRY_AFTER_S = 1
+"""Engines come back, and requests end, within seconds."""
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._~:/+=@-]{1,128}")
+
+
+class CompletionApi:
+    """Both completion APIs over one control plane. Lives on one event loop."""
+
+    def __init__(
+        self,
+        *,
+        control: ControlPlane,
+        models: Mapping[str, ServedModel],
+        settings: FrontDoorConfig,
+        stats: FrontDoorStats,
+        metrics: FrontDoorMetrics,
+        clock: Clock,
+        process_tag: int,
+    ) -> None:
+        """`process_tag` makes this process's request ids differ from those of others."""
+        self._control = control
+        self._models = models
+        self._settings = settings
+        self._stats = stats
+        self._metrics = metrics
+        self._clock = clock
+        self._id_prefix = f"{process_tag & 0xFFFFFFFF:08x}"
+        self._num_ids = 0
+        self._open: dict[RequestId, Answer] = {}
+        self._num_rendering = 0
+        self._threads = ThreadPoolExecutor(NUM_RENDER_THREADS, thread_name_prefix="render")
+        self.is_stopping = False
+
+    @property
+    def num_open(self) -> int:
+        """Requests in work, those that are being rendered included."""
+        return len(self._open) + self._num_rendering
+
+    def handle(self, api: Api, request: HttpRequest, connection: ClientConnection) -> None:
+        """Answer one request of `api`, now or through an `Answer`."""
+        start_ns = self._clock.now_ns()
+        request_id, headers = self._identify(request)
+        call = Call(self, connection, request_id, headers, start_ns)
+        try:
+            parse = parse_completion if api is Api.COMPLETIONS else parse_chat
+            body = parse(request.body)
+            served, info = self._find_model(body.model)
+            rank = request.header(b"x-data-parallel-rank")
+            intake = make_intake(body, served=served, info=info, rank_header=rank)
+            if intake.num_chars <= INLINE_CHARS:
+                self.submit(call, intake, intake.render())
+            else:
+                self._render_in_thread(call, intake)
+        except ApiError as error:
+            call.refuse(error)
+
+    def count_refusal(self, status: int) -> None:
+        """Count a request that does not get to the controller."""
+        refused = self._stats.num_refused
+        refused[status] = refused.get(status, 0) + 1
+
+    def stop_answers(self) -> None:
+        """End all requests in work with an error."""
+        for answer in list(self._open.values()):
+            answer.stop()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def submit(self, call: "Call", intake: Intake, token_ids: list[int]) -> None:
+        """Hand a request to the controller.
+
+        Raises:
+            ApiError: the rendered prompt breaks a rule.
+        """
+        request = intake.make_request(call.request_id, token_ids)
+        answer = self._make_answer(call, intake, request)
+        call.connection.attach(answer)
+        self._open[request.request_id] = answer
+        self._stats.of(request.model).num_open += 1
+        self._control.submit(request, answer)
+
+    def _find_model(self, name: str) -> tuple[ServedModel, ModelInfo]:
+        info = self._control.models().get(name)
+        if info is None:
+            message = f"The model {echo(name)!r} does not exist"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        served = self._models.get(name)
+        if self.is_stopping:
+            raise _unavailable("the server is stopping", "stopping")
+        if not info.is_available or served is None:
+            what = "tokenizer" if info.is_available else "engine"
+            raise _unavailable(f"the model {echo(name)!r} has no {what} now", f"no_{what}")
+        limit = self._settings.max_open_requests
+        if self.num_open >= limit:
+            message = f"{limit} requests are in work already"
+            raise ApiError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
+        return served, info
+
+    def _make_answer(self, call: "Call", intake: Intake, request: InferenceRequest) -> Answer:
+        api, body, tokenizer = intake.api, intake.body, intake.served.tokenizer
+        has_usage = bool(body.stream_options and body.stream_options.include_usage)
+        has_logprobs = request.sampling.logprobs is not None
+        prefix = "cmpl" if api is Api.COMPLETIONS else "chatcmpl"
+        return Answer(
+            connection=call.connection,
+            control=self._control,
+            clock=self._clock,
+            stats=self._stats.of(request.model),
+            on_end=self._ended,
+            request_id=request.request_id,
+            api=api,
+            model=request.model,
+            format=AnswerFormat(
+                api,
+                answer_id=f"{prefix}-{request.request_id}",
+                model=request.model,
+                created_s=wall_time_s(),
+                has_usage=has_usage,
+            ),
+            detokenizer=Detokenizer(tokenizer, request.prompt_token_ids),
+            finder=StopFinder(intake.stops) if intake.stops else None,
+            logprobs=LogprobWriter(api, tokenizer) if has_logprobs else None,
+            headers=call.headers,
+            is_stream=bool(body.stream),
+            has_usage=has_usage,
+            has_token_ids=bool(body.return_token_ids),
+            min_tokens=request.sampling.min_tokens,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            start_ns=call.start_ns,
+        )
+
+    def _identify(self, request: HttpRequest) -> tuple[RequestId, Headers]:
+        """Take the client's request id, or draw one; return it with the answer's headers."""
+        given = request.header(b"x-request-id")
+        self._num_ids += 1
+        drawn = f"{self._id_prefix}{self._num_ids:08x}"
+        if given is None or not _REQUEST_ID.fullmatch(given):
+            return RequestId(drawn), [(b"x-request-id", drawn.encode())]
+        request_id = RequestId(given.decode())
+        if request_id in self._open:
+            # Two requests in work share their client's id: inside they need different ones.
+            request_id = RequestId(f"{request_id}~{drawn}")
+        return request_id, [(b"x-request-id", given)]
+
+    def _render_in_thread(self, call: "Call", intake: Intake) -> None:
+        call.connection.attach(call)
+        self._num_rendering += 1
+        future = asyncio.get_running_loop().run_in_executor(self._threads, intake.render)
+
+        def rendered(future: "asyncio.Future[list[int]]") -> None:
+            self._num_rendering -= 1
+            if future.cancelled():
+                return
+            error = future.exception()
+            if isinstance(error, ApiError):
+                call.refuse(error)
+            elif error is not None:
+                raise error
+            elif not call.is_cancelled:
+                try:
+                    self.submit(call, intake, future.result())
+                except ApiError as refusal:
+                    call.refuse(refusal)
+
+        future.add_done_callback(rendered)
+
+    def _ended(self, answer: Answer, record: RequestRecord, num_cached_tokens: int) -> None:
+        self._open.pop(answer.request_id, None)
+        stats = self._stats.of(answer.model)
+        stats.num_open -= 1
+        key = (record.api, record.outcome)
+        stats.num_requests[key] = stats.num_requests.get(key, 0) + 1
+        stats.num_prompt_tokens += record.num_prompt_tokens
+        stats.num_cached_tokens += num_cached_tokens
+        stats.num_output_tokens += record.num_output_tokens
+        stats.duration.observe(record.duration_ns)
+        if record.ttft_ns is not None:
+            stats.ttft.observe(record.ttft_ns)
+        self._metrics.on_request_end(record)
+
+
+class Call:
+    """One HTTP request until its `Answer` takes over: where it came from and what it is called.
+
+    A `Job` while its prompt is rendered on a thread.
+    """
+
+    __slots__ = ("_api", "connection", "headers", "is_cancelled", "request_id", "start_ns")
+
+    def __init__(
+        self,
+        api: CompletionApi,
+        connection: ClientConnection,
+        request_id: RequestId,
+        headers: Headers,
+        start_ns: int,
+    ) -> None:
+        self._api = api
+        self.connection = connection
+        self.request_id = request_id
+        self.headers = headers
+        self.start_ns = start_ns
+        self.is_cancelled = False
+
+    def refuse(self, error: ApiError) -> None:
+        self._api.count_refusal(error.status)
+        if not self.is_cancelled:
+            self.connection.respond_error(error, self.headers)
+
+    def on_disconnect(self) -> None:
+        self.is_cancelled = True
+
+    def on_writable(self) -> None:
+        pass
+
+
+def _unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, code=code, retry_after_s=RETRY_AFTER_S)

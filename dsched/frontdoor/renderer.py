@@ -1,0 +1,259 @@
+"""From a request's text to token ids.
+
+A `Renderer` belongs to one model. `TemplateRenderer` serves every model that comes with a
+`tokenizer.json` and a chat template; models whose prompt format is not a template bring their own.
+
+A client's text must not become control tokens: `<|im_end|>` typed by a user is text, not the end of
+the user's turn. So before a template is filled, the control tokens' spellings in messages are
+replaced by marks that no text contains, and afterwards each mark is encoded as plain text. All
+other text goes through the template and the tokenizer unchanged, so the ids equal the engine's own.
+A prompt of `/v1/completions` is the client's own template: there, spellings do become tokens.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar, cast
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from dsched.errors import ConfigError
+from dsched.frontdoor.errors import bad_request
+
+DEFAULT_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""ChatML, for models that come without a template of their own."""
+
+_PRIVATE_USE = range(0xE000, 0xF8FF)
+"""Code points that Unicode gives no meaning: one that occurs in no message becomes the mark."""
+
+
+_TEMPLATE_FAILURES = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a template raises over messages that it was not made for."""
+
+
+class Renderer(Protocol):
+    """Makes token ids of one model's requests. Called from several threads at once."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a prompt as `/v1/completions` gets it, special tokens included."""
+        ...
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, template_args: Mapping[str, Any]
+    ) -> list[int]:
+        """Return the ids of a chat, up to where the assistant's answer begins.
+
+        Raises:
+            ApiError: 400 when the model's format cannot hold these messages.
+        """
+        ...
+
+
+class TemplateRenderer:
+    """Renders with a Jinja chat template in a sandbox, as `transformers` does."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """Compile `chat_template`; `special_tokens` are its variables, as `bos_token`.
+
+        Raises:
+            ConfigError: the template is not valid Jinja.
+        """
+        self._tokenizer = tokenizer
+        self._plain = Tokenizer.from_str(tokenizer.to_str())
+        self._plain.encode_special_tokens = True
+        self._variables = dict(special_tokens or {})
+        try:
+            self._template = _environment().from_string(chat_template or DEFAULT_CHAT_TEMPLATE)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"chat template: {error}") from error
+        spellings = control_spellings(tokenizer)
+        # Longest first: where one spelling begins another, the longer one is the token.
+        ordered = sorted(spellings, key=lambda each: (-len(each), each))
+        self._control = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+    def encode_text(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, template_args: Mapping[str, Any]
+    ) -> list[int]:
+        marked, mark, spellings = self._mark(messages)
+        rendered = self._render(marked, template_args)
+        ids: list[int] = []
+        if mark is None:
+            ids += self._tokenizer.encode(rendered, add_special_tokens=False).ids
+            return ids
+        for place, piece in enumerate(rendered.split(mark)):
+            # Marks come in pairs around a number, so every second piece is one.
+            if place % 2 and piece.isdigit() and int(piece) < len(spellings):
+                ids += self._plain.encode(spellings[int(piece)], add_special_tokens=False).ids
+            elif piece:
+                ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    def _mark(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Mapping[str, Any]], str | None, list[str]]:
+        """Replace control spellings in `messages`; `None` for the mark when there are none."""
+        texts = list(_strings(messages))
+        if self._control is None or not any(map(self._control.search, texts)):
+            return messages, None, []
+        used = set().union(*texts)
+        mark = next(chr(code) for code in _PRIVATE_USE if chr(code) not in used)
+        spellings: list[str] = []
+
+        def replace(match: re.Match[str]) -> str:
+            spellings.append(match[0])
+            return f"{mark}{len(spellings) - 1}{mark}"
+
+        control = self._control
+        marked = _map_strings(messages, lambda text: control.sub(replace, text))
+        return marked, mark, spellings
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]
+    ) -> str:
+        variables = {**template_args, **self._variables}
+        variables |= {"messages": messages, "add_generation_prompt": True}
+        variables.setdefault("tools", None)
+        try:
+            return self._template.render(variables)
+        except _TEMPLATE_FAILURES as error:
+            # A template is the model author's program; what stops it are messages it was not
+            # made for, so the client has to act.
+            rule = f"the model's chat template refused the messages: {error}"
+            raise bad_request(rule, param="messages") from error
+
+
+def control_spellings(tokenizer: Tokenizer) -> list[str]:
+    """Return the texts that the tokenizer turns into special tokens, in order of their ids."""
+    added = tokenizer.get_added_tokens_decoder()
+    return [token.content for _, token in sorted(added.items()) if token.special and token.content]
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read `tokenizer.json`, given itself or its folder.
+
+    Raises:
+        ConfigError: the file is missing or is not a tokenizer.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for everything
+        raise ConfigError(f"tokenizer {file}: {error}") from error
+
+
+def load_renderer(
+    path: Path, tokenizer: Tokenizer, *, template_path: Path | None = None
+) -> TemplateRenderer:
+    """Make a renderer from a model folder's `tokenizer_config.json` and `chat_template.jinja`.
+
+    `template_path` goes before both; without any template the default is ChatML.
+
+    Raises:
+        ConfigError: a file cannot be read, or the template is not valid.
+    """
+    folder = path if path.is_dir() else path.parent
+    try:
+        config_file = folder / "tokenizer_config.json"
+        config = json.loads(config_file.read_text()) if config_file.is_file() else {}
+        beside = folder / "chat_template.jinja"
+        if template_path is None and beside.is_file():
+            template_path = beside
+        template = template_path.read_text() if template_path else _configured_template(config)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"chat template of {folder}: {error}") from error
+    return TemplateRenderer(
+        tokenizer, chat_template=template, special_tokens=_special_tokens(config)
+    )
+
+
+def _configured_template(config: Mapping[str, Any]) -> str | None:
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {each.get("name"): each.get("template") for each in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like: given as a text, or as an object with a `content`."""
+    tokens = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    # Jinja's own filter escapes for HTML, which models are not trained on.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strings(value: object) -> list[str]:
+    """All texts inside a JSON value."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for item in value.values() for text in _strings(item)]
+    if isinstance(value, Sequence):
+        return [text for item in value for text in _strings(item)]
+    return []
+
+
+_Json = TypeVar("_Json")
+
+
+def _map_strings(value: _Json, change: Callable[[str], str]) -> _Json:
+    """Return `value` with every text inside it changed; keys stay."""
+    return cast(_Json, _mapped(value, change))
+
+
+def _mapped(value: object, change: Callable[[str], str]) -> object:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_mapped(item, change) for item in value]
+    return value
