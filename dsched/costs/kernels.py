@@ -107,23 +107,30 @@ def attention_ns(coefficients: Floats, past: float, chunk: float) -> float:
 
 
 @nb.njit(cache=True, nogil=True)
-def fill_parts(
+def step_parts(
     knot_tokens: Floats,
     knot_ns: Floats,
     coefficients: Floats,
     chunks: NDArray[np.int64],
     pasts: NDArray[np.int64],
+    num_decode_tokens: int,
     parts: Floats,
 ) -> None:
-    """Write the time of a step of `chunks` [N] into `parts`: fixed, tokens, attention, top-k."""
+    """Write the time of `chunks` [N] into `parts`: fixed, tokens, attention, top-k.
+
+    With decodes in the step, whose own time is not counted here, the chunks add no fixed time.
+    """
     parts[:] = 0.0
-    total = 0
+    total = float(num_decode_tokens)
     for i in range(len(chunks)):
-        total += chunks[i]
-        parts[2] += dense_ns(coefficients, float(pasts[i]), float(chunks[i]))
-        parts[3] += sparse_ns(coefficients, float(pasts[i]), float(chunks[i]))
-    parts[0] = knot_ns[0]
-    parts[1] = tokens_ns(knot_tokens, knot_ns, coefficients[SLOPE], float(total)) - knot_ns[0]
+        if chunks[i] > 0:
+            total += chunks[i]
+            parts[2] += dense_ns(coefficients, float(pasts[i]), float(chunks[i]))
+            parts[3] += sparse_ns(coefficients, float(pasts[i]), float(chunks[i]))
+    slope = coefficients[SLOPE]
+    before = tokens_ns(knot_tokens, knot_ns, slope, float(num_decode_tokens))
+    parts[0] = 0.0 if num_decode_tokens else knot_ns[0]
+    parts[1] = tokens_ns(knot_tokens, knot_ns, slope, total) - before
 
 
 @nb.njit(cache=True, nogil=True)

@@ -70,7 +70,8 @@ class PrefillCostModel:
         online: OnlineFactors | None = None,
     ) -> None:
         check_arrays(base)
-        self._base = base
+        self.base = base
+        """The model as fitted, without learned factors."""
         self._parts = np.zeros(len(PARTS))
         self.online = OnlineFactors(len(PARTS)) if online is None else online
         self.is_flat = is_flat
@@ -215,7 +216,15 @@ class PrefillCostModel:
         """
         positive_seconds([seconds])
         chunks, pasts = _chunk_lists(num_tokens, num_past_tokens)
-        self._fill_parts(chunks, pasts)
+        kernels.step_parts(
+            self.base.knot_tokens,
+            self.base.knot_ns,
+            self.base.coefficients,
+            np.asarray(chunks, dtype=np.int64),
+            np.asarray(pasts, dtype=np.int64),
+            0,
+            self._parts,
+        )
         self.learn(self._parts, (seconds - other_seconds) * NS)
 
     def learn(self, parts_ns: NDArray[np.float64], measured_ns: float) -> None:
@@ -236,9 +245,9 @@ class PrefillCostModel:
     def to_json(self) -> str:
         """Return the model and all that it has learned."""
         state = PrefillState(
-            knot_tokens=self._base.knot_tokens.tolist(),
-            knot_ns=self._base.knot_ns.tolist(),
-            coefficients=self._base.coefficients.tolist(),
+            knot_tokens=self.base.knot_tokens.tolist(),
+            knot_ns=self.base.knot_ns.tolist(),
+            coefficients=self.base.coefficients.tolist(),
             is_flat=self.is_flat,
             has_context_samples=self.has_context_samples,
             online=self.online.save(),
@@ -270,7 +279,7 @@ class PrefillCostModel:
     def _apply_factors(self) -> None:
         """Write base times factor into the arrays that kernels read."""
         fixed, tokens, attention, topk = self.online.factors
-        base, arrays = self._base, self.arrays
+        base, arrays = self.base, self.arrays
         knot_ns = arrays.knot_ns
         np.subtract(base.knot_ns, base.knot_ns[0], out=knot_ns)
         knot_ns *= tokens
@@ -278,16 +287,6 @@ class PrefillCostModel:
         arrays.coefficients[kernels.SLOPE] = base.coefficients[kernels.SLOPE] * tokens
         np.multiply(base.coefficients[_DENSE], attention, out=arrays.coefficients[_DENSE])
         np.multiply(base.coefficients[_SPARSE], topk, out=arrays.coefficients[_SPARSE])
-
-    def _fill_parts(self, chunks: Sequence[int], pasts: Sequence[int]) -> None:
-        kernels.fill_parts(
-            self._base.knot_tokens,
-            self._base.knot_ns,
-            self._base.coefficients,
-            np.asarray(chunks, dtype=np.int64),
-            np.asarray(pasts, dtype=np.int64),
-            self._parts,
-        )
 
 
 def _chunk_lists(
