@@ -3,6 +3,7 @@
 Every function is called now and then (a scrape, once a second), never while tokens flow.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from dsched.clock import Clock
@@ -55,9 +56,6 @@ def controller_samples(controller: Controller) -> Iterator[Sample]:
     yield Sample(name="dsched_membership_epoch", value=controller.cluster.epoch)
     for method, number in sorted(controller.num_recoveries.items()):
         yield Sample(name="dsched_handoff_total", value=number, labels=(method.value,))
-    for reason, number in sorted(controller.num_reports().items()):
-        if reason != "applied":
-            yield Sample(name="dsched_reports_dropped_total", value=number, labels=(reason,))
     for engine in controller.engine_statuses():
         for state, name in STATE_NAMES.items():
             yield Sample(
@@ -86,11 +84,15 @@ def _rank_samples(engine_id: EngineId, rank: RankStatus) -> Iterator[Sample]:
             yield Sample(name=name, value=value, labels=(engine_id, str(rank.dp_rank)))
 
 
-def report_samples(reader: ReportReader) -> Iterator[Sample]:
-    """Yield what became of agents' messages."""
-    yield Sample(name="dsched_agent_messages_total", value=reader.num_received)
-    yield Sample(name="dsched_agent_commands_dropped_total", value=reader.num_commands_dropped)
-    for reason, number in sorted(reader.drops.items()):
+def report_samples(controller: Controller, reader: ReportReader | None) -> Iterator[Sample]:
+    """Yield what became of load reports: at the socket, then in the controller's ledger."""
+    dropped: Counter[str] = Counter(controller.num_reports())
+    del dropped["applied"]
+    if reader is not None:
+        yield Sample(name="dsched_agent_messages_total", value=reader.num_received)
+        yield Sample(name="dsched_agent_commands_dropped_total", value=reader.num_commands_dropped)
+        dropped.update(reader.drops)  # adds; some reasons exist in both places
+    for reason, number in sorted(dropped.items()):
         yield Sample(name="dsched_reports_dropped_total", value=number, labels=(reason,))
 
 

@@ -56,7 +56,7 @@ def workers(
 
 async def find_workers(registry_url: str) -> FoundWorkers:
     """Read the registry, then ask the dsched processes in it. Raises `RegistryError`."""
-    registry = open_registry(registry_url, clock=SystemClock())
+    registry = open_registry(registry_url, clock=SystemClock(), create=False)
     try:
         view = read_workers(await registry.list_entries(""))
     finally:
@@ -81,7 +81,7 @@ async def find_workers(registry_url: str) -> FoundWorkers:
 async def _ask(session: aiohttp.ClientSession, url: str) -> WorkersView | None:
     try:
         async with session.get(url) as response:
-            if response.status != 200:  # noqa: PLR2004
+            if response.status != 200:
                 return None
             return msgspec.json.decode(await response.read(), type=WorkersView)
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):

@@ -25,9 +25,14 @@ class SqliteRegistry:
     """A `Registry` for the processes of one host; `:memory:` for one process alone."""
 
     def __init__(
-        self, path: str | Path, *, clock: Clock, poll_interval_s: float = POLL_INTERVAL_S
+        self,
+        path: str | Path,
+        *,
+        clock: Clock,
+        poll_interval_s: float = POLL_INTERVAL_S,
+        create: bool = True,
     ) -> None:
-        self._file = RegistryFile(path, clock=clock, boot_id=boot_id())
+        self._file = RegistryFile(path, clock=clock, boot_id=boot_id(), create=create)
         self._poll_interval_s = poll_interval_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsched-registry")
 

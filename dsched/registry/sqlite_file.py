@@ -75,7 +75,9 @@ class RegistryFile:
         boot_id: str,
         wall_time_s: Callable[[], int] = wall_time_s,
         max_history: int = MAX_HISTORY,
+        create: bool = True,
     ) -> None:
+        self._create = create
         self._path = str(path)
         self._clock = clock
         self._boot_id = boot_id
@@ -249,6 +251,8 @@ class RegistryFile:
         if self._connection is not None and self._inode == _inode_of(self._path):
             return self._connection
         self.close()
+        if not self._create and _inode_of(self._path) is None:
+            raise RegistryError(f"{self._path}: no such registry; is dsched running with this one?")
         if self._path != MEMORY:
             Path(self._path).parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(
