@@ -343,19 +343,16 @@ def _check_values(value: object, hint: object, path: str, layers: _Layers) -> No
     """Convert each part alone, innermost first, so that a message has the whole path."""
     for child_path, child, child_hint in _children(value, hint, path):
         _check_values(child, child_hint, child_path, layers)
-    try:
-        msgspec.convert(value, hint)
-        reason = _reason_beyond_types(value)
-    except msgspec.ValidationError as error:
-        reason = _reason_against(value, hint, str(error).split(" - at `", 1)[0])
+    reason: str | None = None
+    if isinstance(value, float) and not math.isfinite(value):
+        reason = f"{value} is not a finite number"
+    else:
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            reason = _reason_against(value, hint, str(error).split(" - at `", 1)[0])
     if reason is not None:
         raise ConfigError(f"{path}: {reason}{layers.place(path)}")
-
-
-def _reason_beyond_types(value: object) -> str | None:
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{value} is not a finite number"
-    return None
 
 
 def _reason_against(value: object, hint: object, reason: str) -> str:
