@@ -192,6 +192,29 @@ def place_conversations(trace: Trace, start_ns: Mapping[int, int]) -> Trace:
     return select(replace(trace, arrival_ns=arrival_ns), order)
 
 
+def stagger_conversations(trace: Trace, rng: np.random.Generator, *, mean_gap_s: float) -> Trace:
+    """Start the conversations one after another, with exponential gaps between the starts."""
+    if trace.conversation_id is None:
+        raise ValueError(f"{trace.source} has no conversation column")
+    if not 0 <= mean_gap_s < MAX_NS / NS_PER_S:
+        raise ValueError(f"mean_gap_s {mean_gap_s} must not be negative, and must be finite")
+    ids, first = np.unique(trace.conversation_id, return_index=True)
+    in_file_order = ids[np.argsort(first)]
+    gaps = np.rint(rng.exponential(mean_gap_s, len(ids)) * NS_PER_S).astype(np.int64)
+    starts = np.cumsum(gaps) - gaps[:1]
+    placed = dict(zip(in_file_order.tolist(), starts.tolist(), strict=True))
+    return place_conversations(trace, placed)
+
+
+def scale_rate(trace: Trace, factor: float) -> Trace:
+    """Let requests come `factor` times as fast."""
+    if not 0 < factor < np.inf:
+        raise ValueError(f"rate scale {factor} must be positive and finite")
+    if factor == 1:
+        return trace
+    return replace(trace, arrival_ns=np.rint(trace.arrival_ns / factor).astype(np.int64))
+
+
 def select(trace: Trace, order: NDArray[np.int64]) -> Trace:
     """Return the requests `order` [M] of `trace`, in that order; the row counts stay."""
     block_ids = block_offsets = None
@@ -212,6 +235,13 @@ def select(trace: Trace, order: NDArray[np.int64]) -> Trace:
         block_ids=block_ids,
         block_offsets=block_offsets,
     )
+
+
+def select_first(trace: Trace, count: int) -> Trace:
+    """Return the first `count` requests of `trace`, all of them if there are fewer."""
+    if count < 0:
+        raise ValueError(f"count {count} must not be negative")
+    return select(trace, np.arange(min(count, trace.num_requests)))
 
 
 # --- files ------------------------------------------------------------------------------------
