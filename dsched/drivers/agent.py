@@ -161,6 +161,7 @@ class Agent:
         self._num_faults = 0
         self._is_asleep = False
         self._must_stop = False
+        self._has_goodbye = True
         self._wake_read = self._wake_write = -1
         self._thread: threading.Thread | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -209,6 +210,11 @@ class Agent:
         self._close_pipe()
         if self.state is not AgentState.FAILED:
             self.state = AgentState.CLOSED
+
+    def abandon(self) -> None:
+        """End the thread without a goodbye, as a process that dies does. For tests."""
+        self._has_goodbye = False
+        self.close()
 
     def _close_pipe(self) -> None:
         ends = (self._wake_read, self._wake_write)
@@ -296,6 +302,8 @@ class Agent:
                 self._report_idle(link)
                 next_report_ns = now_ns + HEARTBEAT_NS
             self._num_faults = 0
+        if not self._has_goodbye:
+            return
         goodbye = AgentGoodbye(
             engine_id=self.hello.engine_id,
             incarnation=self.hello.incarnation,

@@ -119,14 +119,14 @@ class VllmDriver:
         attempt_id = AttemptId(command.attempt_id)
         if attempt_id in self._attempts:
             raise ValueError(f"attempt {attempt_id} was started before")
+        if self._is_closed:
+            error = EngineUnreachableError(f"the driver of {self._engine_id} is closed")
+            sink.on_failure(attempt_id, error)
+            return
         attempt = _Attempt(
             self, attempt_id, sink, has_logprobs=command.sampling.logprobs is not None
         )
         self._attempts[attempt_id] = attempt
-        if self._is_closed:
-            error = EngineUnreachableError(f"the driver of {self._engine_id} is closed")
-            asyncio.get_running_loop().call_soon(attempt.fail, error)
-            return
         model = self._description.model if self._description is not None else self._model
         headers = [*JSON_HEADERS]
         if self._description is not None and self._description.num_dp_ranks > 1:
@@ -146,7 +146,8 @@ class VllmDriver:
             attempt.abort()
 
     def close(self) -> None:
-        """Abort what runs, stop watching; the server lives on. See `Driver.close`."""
+        """Abort what runs and stop watching; every sink hears its end during this call, and nobody
+        hears anything after it. The server lives on. See `Driver.close`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -154,8 +155,10 @@ class VllmDriver:
             self._watch_task.cancel()
         if self._reports is not None and self._listener is not None:
             self._reports.unsubscribe(self._engine_id)
+        self._listener = None
         for attempt in list(self._attempts.values()):
-            attempt.abort()
+            attempt.end(AttemptFinish(reason=FinishReason.ABORT))
+        # Closes the sockets of what ran, which tells the engine.
         self._pool.close()
 
     # ReportSubscriber: what the agents say.
@@ -262,24 +265,27 @@ class _Attempt:
         self._is_ended = False
 
     def abort(self) -> None:
-        """Close the connection; the sink hears of it from the event loop."""
-        if self._is_ended:
-            return
-        self._is_ended = True
-        self._close()
+        """Close the connection now; the sink hears of it from the event loop. Idempotent."""
+        self._close_exchange()
         finish = AttemptFinish(reason=FinishReason.ABORT)
-        asyncio.get_running_loop().call_soon(self._sink.on_finish, self.attempt_id, finish)
+        asyncio.get_running_loop().call_soon(self.end, finish)
+
+    def end(self, finish: AttemptFinish) -> None:
+        """End well, unless it has ended."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._driver._release(self)
+            self._sink.on_finish(self.attempt_id, finish)
 
     def fail(self, error: DriverError) -> None:
-        """End badly."""
-        if self._is_ended:
-            return
-        self._is_ended = True
-        self._close()
-        self._sink.on_failure(self.attempt_id, error)
+        """End badly, unless it has ended."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._driver._release(self)
+            self._close_exchange()
+            self._sink.on_failure(self.attempt_id, error)
 
-    def _close(self) -> None:
-        self._driver._release(self)
+    def _close_exchange(self) -> None:
         if self.exchange is not None:
             self.exchange.abort()
 
@@ -328,17 +334,13 @@ class _Attempt:
 
     def _end(self) -> None:
         """The stream is over: well if the engine said why, badly if it just stopped."""
-        if self._is_ended:
-            return
         end = self._reader.end
         if end is None:
             self.fail(EngineUnreachableError("the stream ended before the answer did"))
             return
-        self._is_ended = True
-        self._driver._release(self)
         finish = AttemptFinish(
             reason=end.reason,
             stop_token_id=end.stop_token_id,
             num_cached_tokens=self._reader.num_cached_tokens,
         )
-        self._sink.on_finish(self.attempt_id, finish)
+        self.end(finish)

@@ -1,0 +1,4 @@
+"""Doubles and recorders for tests: of dsched's own, and of drivers and policies by others.
+
+A double passes the same conformance tests as what it stands for.
+"""

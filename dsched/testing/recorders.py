@@ -1,0 +1,110 @@
+"""Sinks and listeners that remember what they heard and refuse what breaks the driver contract."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from dsched.drivers.base import AttemptFinish, EngineDescription
+from dsched.drivers.wire import RankReport, TokenLogprob
+from dsched.errors import DriverError
+from dsched.ids import AttemptId, EngineId
+
+
+class RecordingSink:
+    """An `AttemptSink` for one attempt.
+
+    A token after the end, a second end, or logprobs that do not fit the tokens are kept in
+    `violations`, because an exception here would be lost in an event loop.
+    """
+
+    def __init__(self, attempt_id: AttemptId | None = None) -> None:
+        self.attempt_id = attempt_id
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.num_chunks = 0
+        self.finish: AttemptFinish | None = None
+        self.error: DriverError | None = None
+        self.violations: list[str] = []
+        self._news = asyncio.Event()
+
+    @property
+    def is_ended(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    def on_tokens(
+        self,
+        attempt_id: AttemptId,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] | None,
+    ) -> None:
+        self._check(attempt_id, f"{len(token_ids)} tokens")
+        if not token_ids:
+            self.violations.append("a chunk without tokens")
+        if logprobs is not None and [each.token_id for each in logprobs] != list(token_ids):
+            self.violations.append("logprobs of other tokens")
+        self.token_ids += token_ids
+        self.logprobs += logprobs or ()
+        self.num_chunks += 1
+        self._news.set()
+
+    def on_finish(self, attempt_id: AttemptId, finish: AttemptFinish) -> None:
+        self._check(attempt_id, repr(finish))
+        self.finish = finish
+        self._news.set()
+
+    def on_failure(self, attempt_id: AttemptId, error: DriverError) -> None:
+        self._check(attempt_id, repr(error))
+        self.error = error
+        self._news.set()
+
+    async def wait(self, is_enough: Callable[["RecordingSink"], bool], timeout_s: float) -> None:
+        """Wait until `is_enough(self)`; raises `TimeoutError`."""
+        async with asyncio.timeout(timeout_s):
+            while not is_enough(self):
+                self._news.clear()
+                await self._news.wait()
+
+    async def ended(self, timeout_s: float = 30.0) -> None:
+        """Wait for the end; raises `TimeoutError`."""
+        await self.wait(lambda sink: sink.is_ended, timeout_s)
+
+    def _check(self, attempt_id: AttemptId, what: str) -> None:
+        if self.attempt_id is not None and attempt_id != self.attempt_id:
+            self.violations.append(f"{what} for attempt {attempt_id}")
+        if self.is_ended:
+            self.violations.append(f"{what} after the end")
+
+
+class RecordingListener:
+    """An `EngineListener` for one engine, or several."""
+
+    def __init__(self) -> None:
+        self.ups: list[EngineDescription] = []
+        self.downs: list[tuple[EngineId, str]] = []
+        self.reports: list[RankReport] = []
+        self._news = asyncio.Event()
+
+    def on_engine_up(self, description: EngineDescription) -> None:
+        self.ups.append(description)
+        self._news.set()
+
+    def on_engine_down(self, engine_id: EngineId, reason: str) -> None:
+        self.downs.append((engine_id, reason))
+        self._news.set()
+
+    def on_report(self, report: RankReport) -> None:
+        self.reports.append(report)
+        self._news.set()
+
+    async def wait(
+        self, is_enough: Callable[["RecordingListener"], bool], timeout_s: float
+    ) -> None:
+        """Wait until `is_enough(self)`; raises `TimeoutError`."""
+        async with asyncio.timeout(timeout_s):
+            while not is_enough(self):
+                self._news.clear()
+                await self._news.wait()
+
+    async def up(self, timeout_s: float = 30.0) -> EngineDescription:
+        """Wait for the first engine that comes up, and return what it is."""
+        await self.wait(lambda listener: bool(listener.ups), timeout_s)
+        return self.ups[-1]
