@@ -211,7 +211,7 @@ class Answer:
             self._fail(ApiError(503, "the server is stopping", code="stopping", retry_after_s=1))
 
     def _keep(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> None:
-        self._pending.append((token_ids, logprobs))
+        self._pending.append((list(token_ids), logprobs))
         self._num_pending_tokens += len(token_ids)
         if self._num_pending_tokens > MAX_PENDING_TOKENS:
             self._connection.abort()

@@ -16,8 +16,8 @@ from starlette.routing import Route
 from dsched.controller.request import ControlPlane, ModelInfo
 from dsched.frontdoor.errors import ApiError, echo
 from dsched.frontdoor.models import ServedModel
+from dsched.metrics import CONTENT_TYPE
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RETRY_AFTER_S = 1
 
 NotReadyReason = Callable[[], str | None]
@@ -55,7 +55,7 @@ def make_app(
         return JSONResponse(_model_document(info, models.get(name)))
 
     async def metrics(_: Request) -> Response:
-        return Response(metrics_text(), headers={"content-type": METRICS_TYPE})
+        return Response(metrics_text(), headers={"content-type": CONTENT_TYPE})
 
     return Starlette(
         routes=[

@@ -15,9 +15,9 @@ from dsched.frontdoor.asgi import AsgiRunner
 from dsched.frontdoor.connection import ClientConnection, HttpRequest
 from dsched.frontdoor.errors import ApiError
 from dsched.frontdoor.models import ServedModel
-from dsched.frontdoor.samples import metrics_text as render_metrics
 from dsched.frontdoor.server import HttpServer
 from dsched.frontdoor.stats import Api, FrontDoorMetrics, FrontDoorStats, NoMetrics
+from dsched.metrics import MetricsExporter
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +48,7 @@ class FrontDoor:
         clock: Clock | None = None,
         process_tag: int = 0,
     ) -> None:
-        """`metrics_text` renders `/metrics`, by default the front door's own counters.
+        """`metrics_text` renders `/metrics`, by default what the process itself knows.
 
         `workers` and `config` are asked for plain values at each call of the admin API, which is
         served only where `admin` is given. `process_tag` makes the request ids of this process
@@ -73,7 +73,7 @@ class FrontDoor:
             control=control,
             models=models,
             not_ready_reason=self.not_ready_reason,
-            metrics_text=metrics_text or (lambda: render_metrics(self.stats)),
+            metrics_text=metrics_text or MetricsExporter().render,
         )
         self._server = HttpServer(_Router(self._api, AsgiRunner(app)), self.settings)
         self._admin: AdminServer | None = None
