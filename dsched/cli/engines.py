@@ -1,0 +1,235 @@
+"""Makes engines and their drivers from the configuration: simulated, launched here, or elsewhere.
+
+Used by `dsched run`. Nothing here decides; each engine gets the driver of its kind.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from dsched.config import Config, EngineConfig, PoolConfig, SimConfig
+from dsched.controller import EngineSpec, PoolSpec
+from dsched.costs.affine import AffineStepCost
+from dsched.drivers.base import Driver
+from dsched.drivers.reports import ReportReader
+from dsched.drivers.vllm.driver import VllmDriver
+from dsched.drivers.vllm.launcher import LocalEngine, launch_vllm_engine, make_tiny_model
+from dsched.drivers.vllm.watch import EngineHints
+from dsched.errors import ConfigError
+from dsched.frontdoor.models import ServedModel, load_model
+from dsched.frontdoor.renderer import TemplateRenderer
+from dsched.ids import EngineId
+from dsched.sim.driver import SimDriver
+from dsched.sim.engine import SimEngine, SimEngineConfig
+from dsched.sim.loop import Timers
+from dsched.sim.tokenizer import CHAT_TEMPLATE, build_sim_model, build_sim_tokenizer
+
+log = structlog.get_logger(__name__)
+
+LAUNCH_POOL = "default"
+"""Pool of the engines that dsched starts itself."""
+TINY_MODEL = "tiny"
+"""`--model tiny` makes a small random model, to try a real engine without weights."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Fleet:
+    """Everything between the controller and the engines."""
+
+    pools: tuple[PoolSpec, ...]
+    drivers: dict[EngineId, Driver]
+    models: dict[str, ServedModel]
+    urls: dict[EngineId, str]
+    local_engines: list[LocalEngine]
+
+    async def stop(self) -> None:
+        """End the engines that were started here."""
+        for engine in self.local_engines:
+            await engine.stop()
+
+
+class FleetBuilder:
+    """Builds a `Fleet` on the running event loop."""
+
+    def __init__(self, config: Config, *, timers: Timers, reports: ReportReader) -> None:
+        self._config = config
+        self._timers = timers
+        self._reports = reports
+        self.fleet = Fleet(pools=(), drivers={}, models={}, urls={}, local_engines=[])
+
+    async def build(self) -> Fleet:
+        """Make all drivers, and start the engines that dsched launches itself.
+
+        Raises:
+            ConfigError: a kind of engine or pool that this version cannot drive, a missing
+                tokenizer, or an engine that cannot be started.
+        """
+        config = self._config
+        if config.pools:
+            pools = [self._build_pool(name, pool) for name, pool in sorted(config.pools.items())]
+        elif config.launch.engine == "sim":
+            pools = [self._build_sim_pool()]
+        elif config.launch.engine == "vllm":
+            pools = [await self._launch_vllm_pool()]
+        else:
+            raise ConfigError(
+                f"$.launch.engine: {config.launch.engine!r} cannot be started by this version; "
+                "use sim or vllm"
+            )
+        self.fleet.pools = tuple(pools)
+        return self.fleet
+
+    # ---- pools of the configuration
+
+    def _build_pool(self, name: str, pool: PoolConfig) -> PoolSpec:
+        if pool.role == "prefill":
+            raise ConfigError(
+                f"$.pools.{name}.role: separate prefill pools are not driven by this version; "
+                "use combined"
+            )
+        kinds: set[str] = {engine.kind for engine in pool.engines}
+        if "sglang" in kinds:
+            raise ConfigError(f"$.pools.{name}: kind sglang is not driven by this version")
+        specs = []
+        for index, engine in enumerate(pool.engines):
+            engine_id = EngineId(self._config.engine_id(name, index))
+            model = engine.model or pool.model.name
+            if engine.kind == "sim":
+                self._add_sim(engine_id, model, _sim_config(self._config.sim, engine))
+            else:
+                self._add_vllm(engine_id, engine, model=model)
+            specs.append(EngineSpec(engine_id=engine_id, model=model))
+        self.fleet.models[pool.model.name] = self._served_model(name, pool, kinds)
+        return PoolSpec(
+            name=name,
+            model=pool.model.name,
+            engines=tuple(specs),
+            max_model_len=pool.model.max_model_len,
+        )
+
+    def _served_model(self, pool_name: str, pool: PoolConfig, kinds: set[str]) -> ServedModel:
+        model = pool.model
+        if model.tokenizer is not None:
+            template = Path(model.chat_template) if model.chat_template else None
+            return load_model(model.name, Path(model.tokenizer), template_path=template)
+        if kinds == {"sim"}:
+            return sim_model(model.name)
+        raise ConfigError(
+            f"$.pools.{pool_name}.model.tokenizer: needed for engines that are not simulated; "
+            "give the model's folder or its tokenizer.json"
+        )
+
+    def _add_vllm(self, engine_id: EngineId, engine: EngineConfig, *, model: str) -> None:
+        if engine.url is None:
+            raise ConfigError(f"engine {engine_id}: a vllm engine needs a url")
+        driver = VllmDriver(
+            engine_id=engine_id,
+            url=engine.url,
+            model=model,
+            hints=EngineHints(
+                num_dp_ranks=engine.num_dp_ranks,
+                kv_capacity_tokens=engine.kv_capacity_tokens,
+                max_running_requests=engine.max_running_requests,
+            ),
+            reports=self._reports,
+        )
+        self.fleet.drivers[engine_id] = driver
+        self.fleet.urls[engine_id] = driver.url
+
+    def _add_sim(self, engine_id: EngineId, model: str, config: SimEngineConfig) -> None:
+        sim = self._config.sim
+        engine = SimEngine(config, model=build_sim_model(), cost=_sim_cost(sim))
+        self.fleet.drivers[engine_id] = SimDriver(engine_id, engine, self._timers, model_name=model)
+
+    # ---- engines that dsched starts itself
+
+    def _build_sim_pool(self) -> PoolSpec:
+        sim = self._config.sim
+        specs = []
+        for index in range(self._config.launch.replicas):
+            engine_id = EngineId(f"sim-{index}")
+            self._add_sim(engine_id, sim.model, _sim_config(sim, None))
+            specs.append(EngineSpec(engine_id=engine_id, model=sim.model))
+        self.fleet.models[sim.model] = sim_model(sim.model)
+        return PoolSpec(name=LAUNCH_POOL, model=sim.model, engines=tuple(specs))
+
+    async def _launch_vllm_pool(self) -> PoolSpec:
+        launch = self._config.launch
+        if launch.model is None:
+            raise ConfigError(
+                "$.launch.model: --engine vllm needs --model FOLDER, or --model tiny to try it out"
+            )
+        folder = await self._model_folder(launch.model)
+        name = folder.name
+        specs = []
+        for index in range(launch.replicas):
+            engine_id = EngineId(f"vllm-{index}")
+            local = await launch_vllm_engine(
+                folder,
+                engine_id=engine_id,
+                agent_endpoint=self._reports.endpoint,
+                state_dir=Path(self._config.state_dir),
+                served_model_name=name,
+                extra_args=launch.args,
+                python=launch.python,
+            )
+            self.fleet.local_engines.append(local)
+            local.watch(_log_death)
+            self._add_vllm(engine_id, EngineConfig(url=local.url), model=name)
+            specs.append(EngineSpec(engine_id=engine_id, model=name))
+        self.fleet.models[name] = load_model(name, folder)
+        return PoolSpec(name=LAUNCH_POOL, model=name, engines=tuple(specs))
+
+    async def _model_folder(self, stated: str) -> Path:
+        if stated != TINY_MODEL or Path(stated).is_dir():
+            return Path(stated)
+        folder = Path(self._config.state_dir) / "models" / TINY_MODEL
+        return await make_tiny_model(folder, python=self._config.launch.python)
+
+
+def sim_model(name: str) -> ServedModel:
+    """Tokenizer and chat template of the simulated engines."""
+    tokenizer = build_sim_tokenizer()
+    renderer = TemplateRenderer(tokenizer, chat_template=CHAT_TEMPLATE)
+    return ServedModel(name=name, tokenizer=tokenizer, renderer=renderer)
+
+
+def _log_death(engine: LocalEngine, status: int) -> None:
+    log.error(
+        "engine.not_restarted",
+        engine_id=engine.engine_id,
+        status=status,
+        log=str(engine.log_path),
+    )
+
+
+def _sim_config(sim: SimConfig, engine: EngineConfig | None) -> SimEngineConfig:
+    """Size of one simulated engine: what the engine says, else the `sim` section."""
+    hints: Mapping[str, int | None] = {}
+    if engine is not None:
+        hints = {
+            "num_dp_ranks": engine.num_dp_ranks,
+            "kv_capacity_tokens": engine.kv_capacity_tokens,
+            "max_running_requests": engine.max_running_requests,
+        }
+    try:
+        return SimEngineConfig(
+            num_dp_ranks=hints.get("num_dp_ranks") or sim.num_dp_ranks,
+            kv_capacity_tokens=hints.get("kv_capacity_tokens") or sim.kv_capacity_tokens,
+            max_running_requests=hints.get("max_running_requests") or sim.max_running_requests,
+            max_step_tokens=sim.chunk_tokens,
+            max_model_len=sim.max_model_len,
+        )
+    except ValueError as error:
+        raise ConfigError(f"$.sim: {error}") from error
+
+
+def _sim_cost(sim: SimConfig) -> AffineStepCost:
+    return AffineStepCost(
+        base_ns=sim.step_base_us * 1e3,
+        per_decode_request_ns=sim.request_cost_us * 1e3,
+        per_kv_token_ns=sim.kv_token_cost_ns,
+        per_prefill_token_ns=sim.prefill_token_cost_us * 1e3,
+    )

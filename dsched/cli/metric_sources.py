@@ -1,0 +1,106 @@
+"""Turns the counters of a running dsched into samples, at a scrape. Names: `metrics.catalog`."""
+
+from collections.abc import Iterator
+
+from dsched.controller import Controller, EngineStatus, RankStatus
+from dsched.drivers.reports import ReportReader
+from dsched.faults import JournalStatus
+from dsched.frontdoor.stats import FrontDoorStats
+from dsched.metrics import Sample
+from dsched.registry.registration import RegistrationStatus
+
+NS_PER_S = 1_000_000_000
+STATES = ("up", "suspect", "down", "draining")
+
+
+def front_door_samples(stats: FrontDoorStats) -> Iterator[Sample]:
+    """What clients see."""
+    for model, each in stats.per_model.items():
+        label = (model,)
+        for (api, outcome), count in each.num_requests.items():
+            labels = (model, api.value, outcome.value)
+            yield Sample(name="dsched_requests_total", value=count, labels=labels)
+        yield Sample(name="dsched_open_streams", value=each.num_open, labels=label)
+        counters = {
+            "dsched_prompt_tokens_total": each.num_prompt_tokens,
+            "dsched_cached_prompt_tokens_total": each.num_cached_tokens,
+            "dsched_output_tokens_total": each.num_output_tokens,
+        }
+        for name, count in counters.items():
+            yield Sample(name=name, value=count, labels=label)
+        yield Sample(name="dsched_ttft_seconds", value=each.ttft, labels=label)
+        yield Sample(name="dsched_itl_seconds", value=each.itl, labels=label)
+        yield Sample(name="dsched_request_duration_seconds", value=each.duration, labels=label)
+    for status, count in stats.num_refused.items():
+        yield Sample(name="dsched_requests_refused_total", value=count, labels=(str(status),))
+
+
+def controller_samples(controller: Controller) -> Iterator[Sample]:
+    """Routing, engines and ranks."""
+    yield Sample(name="dsched_admission_queue_depth", value=controller.num_waiting_requests)
+    yield Sample(name="dsched_membership_epoch", value=controller.cluster.epoch)
+    for method, count in controller.num_recoveries.items():
+        yield Sample(name="dsched_handoff_total", value=count, labels=(method.value,))
+    for reason, count in controller.num_reports().items():
+        if reason != "applied":
+            yield Sample(name="dsched_reports_dropped_total", value=count, labels=(reason,))
+    for engine in controller.engine_statuses():
+        yield from _engine_samples(engine)
+
+
+def _engine_samples(engine: EngineStatus) -> Iterator[Sample]:
+    now = engine.state.name.lower()
+    for state in STATES:
+        labels = (engine.engine_id, engine.pool, state)
+        yield Sample(name="dsched_worker_state", value=int(state == now), labels=labels)
+    for rank in engine.ranks:
+        rank_labels = (engine.engine_id, str(rank.dp_rank))
+        for name, value in _rank_values(rank).items():
+            if value is not None:
+                yield Sample(name=name, value=value, labels=rank_labels)
+
+
+def _rank_values(rank: RankStatus) -> dict[str, float | None]:
+    age_ns = rank.report_age_ns
+    return {
+        "dsched_rank_running_requests": rank.num_running,
+        "dsched_rank_waiting_requests": rank.num_waiting,
+        "dsched_rank_kv_tokens": rank.num_kv_tokens,
+        "dsched_rank_kv_capacity_tokens": rank.kv_capacity_tokens,
+        "dsched_rank_step_seconds": rank.step_ns / NS_PER_S,
+        "dsched_rank_report_age_seconds": None if age_ns is None else age_ns / NS_PER_S,
+        "dsched_rank_dispatched_total": rank.num_dispatched,
+    }
+
+
+def journal_samples(status: JournalStatus) -> Iterator[Sample]:
+    """The token journal."""
+    values = {
+        "dsched_journal_durable": int(status.is_durable),
+        "dsched_journal_recorded_tokens_total": status.num_recorded_tokens,
+        "dsched_journal_fenced_tokens_total": status.num_fenced_tokens,
+        "dsched_journal_open_requests": status.num_open_requests,
+        "dsched_journal_pending_requests": status.num_pending_requests,
+        "dsched_journal_write_errors_total": status.num_write_errors,
+        "dsched_journal_dropped_requests_total": status.num_dropped_requests,
+    }
+    for name, value in values.items():
+        yield Sample(name=name, value=value)
+
+
+def reader_samples(reader: ReportReader) -> Iterator[Sample]:
+    """Messages from agents, before anybody looks at what they say."""
+    yield Sample(name="dsched_agent_messages_total", value=reader.num_received)
+    yield Sample(name="dsched_agent_commands_dropped_total", value=reader.num_commands_dropped)
+    for reason, count in sorted(reader.drops.items()):
+        yield Sample(name="dsched_reports_dropped_total", value=count, labels=(f"reader_{reason}",))
+
+
+def registry_samples(status: RegistrationStatus, *, now_ns: int) -> Iterator[Sample]:
+    """How this process is known to others."""
+    yield Sample(name="dsched_registry_registered", value=int(status.is_registered))
+    if status.renewed_ns is not None:
+        lag_s = (now_ns - status.renewed_ns) / NS_PER_S
+        yield Sample(name="dsched_registry_lag_seconds", value=lag_s)
+    yield Sample(name="dsched_registry_failures_total", value=status.num_failures)
+    yield Sample(name="dsched_registry_leases_lost_total", value=status.num_leases_lost)

@@ -1,0 +1,70 @@
+"""`dsched run`: the control plane as one process."""
+
+import asyncio
+import signal
+import sys
+from typing import Annotated
+
+import structlog
+import typer
+import uvloop
+
+from dsched.cli.options import with_config
+from dsched.cli.service import Service
+from dsched.config_load import LoadedConfig
+from dsched.logs import configure_logging
+
+log = structlog.get_logger(__name__)
+
+EXIT_OK = 0
+
+
+@with_config
+def run(
+    loaded: LoadedConfig,
+    *,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Do not print the URL and the curl line.")
+    ] = False,
+) -> None:
+    """Serve an OpenAI-compatible API over engines.
+
+    Without a configuration it serves simulated engines, so that everything can be tried at once.
+    With --engine vllm --model FOLDER it starts real vLLM servers on this machine; engines that run
+    elsewhere are named in the file given with -c.
+    """
+    configure_logging(loaded.config.logging)
+    uvloop.run(_serve(loaded, is_quiet=quiet))
+
+
+async def _serve(loaded: LoadedConfig, *, is_quiet: bool) -> None:
+    service = Service(loaded)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    await service.start()
+    if not is_quiet:
+        sys.stdout.write(welcome(service))
+        sys.stdout.flush()
+    await stopping.wait()
+    # A second Ctrl-C ends at once.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)
+    await service.stop()
+
+
+def welcome(service: Service) -> str:
+    """Where it is, and a line to try it with."""
+    model = service.model_names[0]
+    kind = "simulated engines" if service.is_simulated else "engines"
+    body = (
+        f'{{"model": "{model}", "stream": true, "max_tokens": 48, '
+        f'"messages": [{{"role": "user", "content": "Tell me a story."}}]}}'
+    )
+    return (
+        f"\ndsched serves {model} on {service.front_door_url} over {len(service.fleet.drivers)} "
+        f"{kind}; admin API on {service.admin_url}\n\n"
+        f"  curl -N {service.front_door_url}/v1/chat/completions "
+        f"-H 'content-type: application/json' -d '{body}'\n\n"
+    )

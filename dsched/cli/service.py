@@ -1,0 +1,318 @@
+"""A running dsched: builds every part from the configuration, starts them in order, stops them.
+
+Start: journal and agent socket, engines and drivers, controller, front door, admin API, registry.
+Stop: the other way round; open streams get `front_door.stop_grace_s` to end. Engines that dsched
+did not start live on.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from dsched import __version__
+from dsched.cli.engines import Fleet, FleetBuilder
+from dsched.cli.metric_sources import (
+    controller_samples,
+    front_door_samples,
+    journal_samples,
+    reader_samples,
+    registry_samples,
+)
+from dsched.clock import SystemClock, wall_time_s
+from dsched.config import Config
+from dsched.config_load import LoadedConfig
+from dsched.controller import (
+    Controller,
+    ControllerSettings,
+    EngineStatus,
+    LoopTickHost,
+    RankStatus,
+)
+from dsched.drivers.reports import ReportReader
+from dsched.errors import RegistryError
+from dsched.faults import MemoryJournal, SqliteJournal, TokenJournal
+from dsched.faults.progress import ProgressLimits
+from dsched.frontdoor.door import FrontDoor
+from dsched.ids import AttemptIds, DpRank, EngineId, RankId
+from dsched.metrics import MetricsExporter, Sample
+from dsched.registry.base import Registry
+from dsched.registry.open import open_registry
+from dsched.registry.records import (
+    EngineRow,
+    InstanceRow,
+    RankRow,
+    WorkersView,
+    engine_key,
+    instance_key,
+)
+from dsched.registry.registration import Registration
+from dsched.routing import DecodeRouter, RoutingRequest
+from dsched.sim.loop import AsyncioTimers
+
+log = structlog.get_logger(__name__)
+
+S = 1_000_000_000
+REGISTER_INTERVAL_S = 1.0
+"""Between two updates of the registry's view of engines; `dsched workers` is as old as that."""
+
+
+class Service:
+    """One dsched process on the running event loop."""
+
+    def __init__(self, loaded: LoadedConfig) -> None:
+        self.config: Config = loaded.config
+        self._loaded = loaded
+        self._clock = SystemClock()
+        self._process_tag = secrets.randbits(64)
+        self.instance_id = f"{self._process_tag:016x}"
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stack = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        """Start everything.
+
+        Raises:
+            ConfigError: something in the configuration cannot be used; what was started is stopped.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def stop(self) -> None:
+        """Let streams end, then release everything."""
+        log.info("service.stopping", num_open_requests=self.controller.num_open_requests)
+        await self._stack.aclose()
+        log.info("service.stopped")
+
+    @property
+    def is_simulated(self) -> bool:
+        """Every engine is simulated inside this process."""
+        return not _needs_agents(self.config)
+
+    @property
+    def model_names(self) -> list[str]:
+        return sorted(self.fleet.models)
+
+    async def _start(self) -> None:
+        config = self.config
+        Path(config.state_dir).mkdir(parents=True, exist_ok=True)
+        self.journal = open_journal(config, owner=self.instance_id)
+        self._stack.callback(self.journal.close)
+        self.reports = ReportReader(
+            endpoint=config.agent.endpoint,
+            max_pending_messages=config.agent.max_pending_messages,
+        )
+        if _needs_agents(config):
+            self.reports.start()
+            self._stack.callback(self.reports.close)
+        loop = asyncio.get_running_loop()
+        builder = FleetBuilder(
+            config,
+            timers=AsyncioTimers(self._clock, loop),
+            reports=self.reports,
+        )
+        self._stack.push_async_callback(builder.fleet.stop)
+        self.fleet: Fleet = await builder.build()
+        await asyncio.to_thread(warm_router)
+        self._start_controller(loop)
+        self._make_registration()
+        await self._start_front_door()
+        self._start_registration()
+        log.info(
+            "service.started",
+            version=__version__,
+            instance_id=self.instance_id,
+            seed=config.seed,
+            front_door=self.front_door_url,
+            admin=self.admin_url,
+            num_engines=len(self.fleet.drivers),
+        )
+
+    def _start_controller(self, loop: asyncio.AbstractEventLoop) -> None:
+        host = LoopTickHost(loop=loop, clock=self._clock)
+        self.controller = Controller(
+            pools=self.fleet.pools,
+            drivers=self.fleet.drivers,
+            journal=self.journal,
+            clock=self._clock,
+            host=host,
+            attempt_ids=AttemptIds(process_tag=self._process_tag),
+            settings=controller_settings(self.config, process_tag=self._process_tag),
+            observer=None,
+        )
+        host.attach(self.controller.tick)
+        self.controller.start()
+        self._stack.callback(host.close)
+        self._stack.callback(self.controller.close)
+
+    async def _start_front_door(self) -> None:
+        exporter = MetricsExporter(show_process=self.config.metrics.process)
+        self.front_door = FrontDoor(
+            control=self.controller,
+            models=self.fleet.models,
+            settings=self.config.front_door,
+            admin=self.config.admin,
+            metrics_text=exporter.render,
+            workers=lambda: msgspec.to_builtins(self.workers()),
+            config=lambda: msgspec.to_builtins(self.config),
+            clock=self._clock,
+            process_tag=self._process_tag & 0xFFFF_FFFF,
+        )
+        await self.front_door.start()
+        self._stack.push_async_callback(self.front_door.stop)
+        self.front_door_url = f"http://{self.config.front_door.host}:{self.front_door.bound_port}"
+        self.admin_url = f"http://{self.config.admin.host}:{self.front_door.bound_admin_port}"
+        exporter.add_source(lambda: front_door_samples(self.front_door.stats))
+        exporter.add_source(lambda: controller_samples(self.controller))
+        exporter.add_source(lambda: journal_samples(self.journal.status()))
+        exporter.add_source(lambda: reader_samples(self.reports))
+        exporter.add_source(self._registry_samples)
+
+    def _registry_samples(self) -> Iterable[Sample]:
+        return registry_samples(self.registration.status(), now_ns=self._clock.now_ns())
+
+    # ---- registry and admin views
+
+    def workers(self) -> WorkersView:
+        """What `dsched workers` and the admin API show of this process."""
+        return WorkersView(instances=(self._instance_row(),), engines=self._engine_rows())
+
+    def _instance_row(self) -> InstanceRow:
+        return InstanceRow(
+            instance_id=self.instance_id,
+            version=__version__,
+            front_door_url=self.front_door_url,
+            admin_url=self.admin_url,
+            started_s=self._started_s,
+        )
+
+    def _engine_rows(self) -> tuple[EngineRow, ...]:
+        return tuple(
+            _engine_row(status, url=self.fleet.urls.get(status.engine_id))
+            for status in self.controller.engine_statuses()
+        )
+
+    def _make_registration(self) -> None:
+        self._started_s = wall_time_s()
+        self._registry: Registry = open_registry(self.config.registry_url(), clock=self._clock)
+        self.registration = Registration(
+            self._registry, clock=self._clock, ttl_s=self.config.registry.lease_s
+        )
+
+    def _start_registration(self) -> None:
+        self._refresh_registration()
+        self._stack.push_async_callback(_close_registry, self._registry)
+        for coroutine in (self.registration.run(), self._keep_registration_fresh()):
+            self._stack.push_async_callback(_cancel, asyncio.create_task(coroutine))
+
+    async def _keep_registration_fresh(self) -> None:
+        while True:
+            await asyncio.sleep(REGISTER_INTERVAL_S)
+            self._refresh_registration()
+
+    def _refresh_registration(self) -> None:
+        self.registration.set(
+            instance_key(self.instance_id), msgspec.json.encode(self._instance_row())
+        )
+        for row in self._engine_rows():
+            self.registration.set(
+                engine_key(row.engine_id, self.instance_id), msgspec.json.encode(row)
+            )
+
+
+def warm_router() -> None:
+    """Load the compiled kernels (or compile them, once a machine) before the first request."""
+    router = DecodeRouter()
+    rank_id = RankId(EngineId("warm"), DpRank(0))
+    router.add_rank(rank_id, kv_capacity_tokens=10, max_running_requests=1)
+    for prompt_tokens in (5, 20):
+        router.pick(RoutingRequest(num_prompt_tokens=prompt_tokens, excluded_ranks=(7,)), 0)
+    router.hold(RoutingRequest(num_prompt_tokens=5), "held", 0)
+    router.next_held(0)
+
+
+def open_journal(config: Config, *, owner: str) -> TokenJournal:
+    """Open the journal that the configuration names."""
+    journal = config.journal
+    if journal.kind == "memory":
+        return MemoryJournal(max_retained_requests=journal.max_retained_requests)
+    return SqliteJournal(
+        config.journal_path(),
+        owner=owner,
+        flush_interval_s=journal.flush_interval_ms / 1e3,
+        max_batch_requests=journal.max_batch_requests,
+        max_pending_requests=journal.max_pending_requests,
+        max_retained_requests=journal.max_retained_requests,
+        retention_s=journal.retention_s,
+        sync_full=journal.sync_full,
+    )
+
+
+def controller_settings(config: Config, *, process_tag: int) -> ControllerSettings:
+    """Translate the configuration into nanoseconds and prices."""
+    routing = config.routing
+    request_ns, kv_token_ns = routing.request_cost_us * 1e3, routing.kv_token_cost_ns
+    if routing.policy == "least_requests":
+        request_ns, kv_token_ns = 1.0, 0.0
+    elif routing.policy == "least_kv":
+        request_ns, kv_token_ns = 0.0, 1.0
+    return ControllerSettings(
+        max_held_requests=routing.max_queued_requests,
+        queue_timeout_ns=int(routing.queue_timeout_s * S),
+        request_cost_ns=request_ns,
+        kv_token_cost_ns=kv_token_ns,
+        router_index=process_tag % 1_024,
+        progress=ProgressLimits(),
+        is_validating=config.debug.validate,
+    )
+
+
+def _needs_agents(config: Config) -> bool:
+    if config.pools:
+        return any(e.kind != "sim" for pool in config.pools.values() for e in pool.engines)
+    return config.launch.engine != "sim"
+
+
+def _engine_row(status: EngineStatus, *, url: str | None) -> EngineRow:
+    state = status.state.name.lower()
+    return EngineRow(
+        engine_id=status.engine_id,
+        pool=status.pool,
+        kind=status.kind,
+        model=status.model,
+        state=state,  # type: ignore[arg-type]  # RankState's names are the registry's
+        url=url,
+        reason=status.reason or None,
+        ranks=tuple(_rank_row(rank, state=state) for rank in status.ranks),
+    )
+
+
+def _rank_row(rank: RankStatus, *, state: str) -> RankRow:
+    return RankRow(
+        dp_rank=rank.dp_rank,
+        state=state,  # type: ignore[arg-type]
+        num_running=rank.num_running,
+        num_waiting=rank.num_waiting,
+        num_kv_tokens=rank.num_kv_tokens,
+        kv_capacity_tokens=rank.kv_capacity_tokens,
+        step_ns=rank.step_ns,
+        report_age_ns=rank.report_age_ns,
+    )
+
+
+async def _cancel(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def _close_registry(registry: Registry) -> None:
+    with contextlib.suppress(RegistryError):
+        await registry.close()
