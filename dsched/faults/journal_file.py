@@ -19,7 +19,7 @@ import sqlite3
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -119,7 +119,7 @@ class SqliteJournal(MemoryJournal):
         self._last_expire_s: int | None = None
         self._has_work = threading.Event()
         self._stop = threading.Event()
-        self._try_to_open()
+        self._open_file()
         self._writer = threading.Thread(target=self._run, name="dsched-journal", daemon=True)
         self._writer.start()
 
@@ -212,7 +212,7 @@ class SqliteJournal(MemoryJournal):
         """Write until nothing is left; `False` after an error. Wakes everyone in `flush`."""
         with self._lock:
             waiters, self._waiters = self._waiters, []
-        is_written = True
+        is_written = self._open_file()
         while is_written and (batch := self._take_batch()):
             is_written = self._write_batch(batch)
         if is_written:
@@ -222,6 +222,16 @@ class SqliteJournal(MemoryJournal):
         for waiter in waiters:
             waiter.set()
         return is_written
+
+    def _open_file(self) -> bool:
+        try:
+            is_another_file = self._file.open()
+        except (sqlite3.Error, OSError, JournalError) as error:
+            self._note_failure(error, [])
+            return False
+        if is_another_file:
+            self._write_everything_again()
+        return True
 
     def _take_batch(self) -> list[JournalEntry]:
         with self._lock:
@@ -233,8 +243,6 @@ class SqliteJournal(MemoryJournal):
 
     def _write_batch(self, batch: list[JournalEntry]) -> bool:
         try:
-            if self._file.open():
-                self._write_everything_again()
             ended = self._file.write(batch)
         except (sqlite3.Error, OSError, JournalError) as error:
             self._note_failure(error, batch)
@@ -270,14 +278,12 @@ class SqliteJournal(MemoryJournal):
             self._on_changed(entry)
 
     def _keep_house(self) -> bool:
-        """Delete what is too old, now and then; see that the file is still there."""
+        """Delete what is too old, now and then."""
         now_s = self._file.wall_time_s()
         if self._last_expire_s is not None and now_s - self._last_expire_s < EXPIRE_INTERVAL_S:
             return True
         self._last_expire_s = now_s
         try:
-            if self._file.open():
-                self._write_everything_again()
             self._file.expire(
                 max_retained_requests=self._max_retained_requests, retention_s=self._retention_s
             )
@@ -285,12 +291,6 @@ class SqliteJournal(MemoryJournal):
             self._note_failure(error, [])
             return False
         return True
-
-    def _try_to_open(self) -> None:
-        try:
-            self._file.open()
-        except (sqlite3.Error, OSError, JournalError) as error:
-            self._note_failure(error, [])
 
 
 class JournalFile:
@@ -312,7 +312,8 @@ class JournalFile:
 
         A file deleted under us is noticed here: SQLite itself would write on into nothing.
         """
-        if self._connection is not None and self._inode == _inode_of(self.path):
+        inode = _inode_of(self.path)
+        if self._connection is not None and inode == self._inode:
             return False
         self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -320,15 +321,18 @@ class JournalFile:
             self.path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_MS / 1e3
         )
         try:
-            self._prepare(connection)
+            is_new = self._prepare(connection)
         except BaseException:
             connection.close()
             raise
+        # The number alone does not tell: a new file often gets the one that the lost file had.
+        is_another = self._inode is not None and (is_new or inode != self._inode)
         self._connection = connection
-        previous, self._inode = self._inode, _inode_of(self.path)
-        return previous is not None and previous != self._inode
+        self._inode = _inode_of(self.path)
+        return is_another
 
-    def _prepare(self, connection: sqlite3.Connection) -> None:
+    def _prepare(self, connection: sqlite3.Connection) -> bool:
+        """Make the tables where they are missing; return whether they were."""
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if self._sync_full else 'NORMAL'}")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -340,12 +344,14 @@ class JournalFile:
         if version == 0:
             connection.executescript(SCHEMA)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        return bool(version == 0)
 
     def close(self) -> None:
         """Close the file; `open` opens it again."""
         if self._connection is not None:
             connection, self._connection = self._connection, None
-            connection.close()
+            with suppress(sqlite3.Error):  # the file is gone; what was committed was committed
+                connection.close()
 
     def set_aside(self) -> None:
         """Rename a damaged file, so that a new one takes its place."""

@@ -1,0 +1,353 @@
+"""SqliteJournal's file: what a restarted dsched finds, and what happens when it cannot be written.
+
+Tests wait for the writer thread with `flush`, never for time to pass.
+"""
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from dsched.drivers.wire import SamplingParams
+from dsched.errors import JournalError
+from dsched.faults import SqliteJournal, journal_file, read_unfinished
+from dsched.faults.journal_file import read_request
+from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
+
+
+@pytest.fixture(autouse=True)
+def fast_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_file, "RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(journal_file, "BUSY_TIMEOUT_MS", 20)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "journal.sqlite3"
+
+
+@pytest.fixture
+def journal(path: Path) -> Iterator[SqliteJournal]:
+    made = SqliteJournal(path, flush_interval_s=0.001)
+    yield made
+    made.close()
+    made.validate()
+
+
+def serve(
+    journal: SqliteJournal, name: str, tokens: list[int], *, end: str | None = "stop"
+) -> RequestId:
+    request_id = RequestId(name)
+    journal.open_request(
+        request_id,
+        model="m",
+        prompt_token_ids=tuple(range(5)),
+        sampling=SamplingParams(max_tokens=99, stop_token_ids=(2,)),
+    )
+    journal.begin_attempt(
+        request_id, attempt_id=AttemptId(name), epoch=1, target=RankId(EngineId("e"), DpRank(0))
+    )
+    journal.record(request_id, epoch=1, first_index=0, token_ids=tokens)
+    if end is not None:
+        journal.finish(request_id, reason=end)
+    return request_id
+
+
+def test_unfinished_requests_are_found_after_a_restart(path: Path, journal: SqliteJournal) -> None:
+    """Everything needed to go on is in the file, of the requests that have no end."""
+    serve(journal, "done", [1, 2])
+    open_id = serve(journal, "open", [1, 2, 3], end=None)
+    journal.record(open_id, epoch=1, first_index=3, token_ids=[4])
+    assert journal.flush()
+
+    (found,) = read_unfinished(path)
+
+    assert found == journal.read_request(open_id)
+    assert found.output_token_ids == (1, 2, 3, 4)
+    assert found.prompt_token_ids == (0, 1, 2, 3, 4)
+    assert found.sampling.stop_token_ids == (2,)
+
+
+def test_close_writes_what_is_pending(path: Path) -> None:
+    """A clean stop loses nothing, however long the flush interval is."""
+    journal = SqliteJournal(path, flush_interval_s=3_600)
+    request_id = serve(journal, "r", [5, 6])
+    journal.close()
+
+    found = read_request(path, request_id)
+
+    assert found is not None
+    assert (found.output_token_ids, found.finish_reason) == ((5, 6), "stop")
+
+
+def test_finished_request_leaves_memory_and_is_read_from_the_file(
+    journal: SqliteJournal,
+) -> None:
+    """Memory holds what is open or unwritten; the rest comes from the file, prompt included."""
+    request_id = serve(journal, "r", [5, 6])
+    assert journal.flush()
+
+    found = journal.read_request(request_id)
+
+    assert journal._ended == {}
+    assert found is not None
+    assert (found.prompt_token_ids, found.output_token_ids) == ((0, 1, 2, 3, 4), (5, 6))
+
+
+def test_owners_share_a_file(path: Path, journal: SqliteJournal) -> None:
+    """Two processes may write one file; each request is its owner's, also with one id."""
+    other = SqliteJournal(path, owner="other", flush_interval_s=0.001)
+    serve(journal, "same", [1], end=None)
+    serve(other, "same", [2], end=None)
+    assert journal.flush()
+    assert other.flush()
+    other.close()
+
+    assert [r.output_token_ids for r in read_unfinished(path, owner="")] == [(1,)]
+    assert [r.output_token_ids for r in read_unfinished(path, owner="other")] == [(2,)]
+    assert len(list(read_unfinished(path))) == 2
+
+
+def test_locked_file_degrades_and_recovers(path: Path, journal: SqliteJournal) -> None:
+    """While another process holds the file, serving goes on and durability is not claimed; when
+    it lets go, the file catches up."""
+    assert journal.flush()
+    with closing(sqlite3.connect(path, isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        request_id = serve(journal, "r", [1, 2, 3])
+        assert not journal.flush()
+        status = journal.status()
+        seen = journal.read_request(request_id)
+        holder.execute("ROLLBACK")
+
+    assert not status.is_durable
+    assert status.degraded_reason is not None
+    assert "locked" in status.degraded_reason
+    assert status.num_write_errors >= 1
+    assert seen is not None
+    assert seen.output_token_ids == (1, 2, 3)
+    assert journal.flush()
+    assert journal.status().is_durable
+    found = read_request(path, request_id)
+    assert found is not None
+    assert found.output_token_ids == (1, 2, 3)
+
+
+def test_full_disk_degrades_and_recovers(path: Path, journal: SqliteJournal) -> None:
+    """A write that does not fit is rolled back whole; nothing is half written."""
+    assert journal.flush()
+    connection = journal._file._connection
+    assert connection is not None
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    request_id = serve(journal, "big", list(range(20_000)))
+
+    is_written = journal.flush()
+    status = journal.status()
+
+    # The writer opens the file anew after an error, which lifts the limit of this test.
+    assert not is_written
+    assert status.num_write_errors >= 1
+    assert journal.flush()
+    found = read_request(path, request_id)
+    assert found is not None
+    assert found.output_token_ids == tuple(range(20_000))
+
+
+def test_deleted_file_is_written_again(path: Path, journal: SqliteJournal) -> None:
+    """SQLite would go on writing into the deleted file; the journal notices and starts over, with
+    all that memory holds."""
+    open_id = serve(journal, "open", [1, 2], end=None)
+    assert journal.flush()
+    for file in path.parent.iterdir():
+        file.unlink()
+    journal.record(open_id, epoch=1, first_index=2, token_ids=[3])
+    assert journal.flush()
+
+    (found,) = read_unfinished(path)
+
+    assert found.output_token_ids == (1, 2, 3)
+    assert found.prompt_token_ids == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a database at all, but long enough " * 40])
+def test_damaged_file_at_start_is_set_aside(path: Path, content: bytes) -> None:
+    """A file that is no database does not stop dsched, and is kept for people to look at."""
+    path.parent.mkdir()
+    path.write_bytes(content)
+    journal = SqliteJournal(path, flush_interval_s=0.001)
+    request_id = serve(journal, "r", [1])
+    journal.flush()  # the first try may still meet the damaged file
+
+    assert journal.flush()
+    assert journal.status().is_durable
+    journal.close()
+    found = read_request(path, request_id)
+    assert found is not None
+    assert found.output_token_ids == (1,)
+    if content:
+        assert path.with_name(path.name + ".damaged").read_bytes() == content
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_truncated_file_at_start(path: Path, share: float) -> None:
+    """What a cut file still gives or not, new requests are durable and the old file is kept or
+    readable."""
+    before = SqliteJournal(path, flush_interval_s=0.001)
+    for number in range(50):
+        serve(before, f"old{number}", list(range(2_000)))
+    before.close()
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.truncate(int(size * share))
+
+    journal = SqliteJournal(path, flush_interval_s=0.001)
+    request_id = serve(journal, "new", [1, 2])
+    for _ in range(3):
+        if journal.flush():
+            break
+    journal.close()
+
+    assert journal.status().is_durable
+    found = read_request(path, request_id)
+    assert found is not None
+    assert found.output_token_ids == (1, 2)
+
+
+def test_path_that_cannot_be_made(tmp_path: Path) -> None:
+    """Where no file can be, dsched serves, and says at once that nothing is durable."""
+    (tmp_path / "file").write_text("")
+    journal = SqliteJournal(tmp_path / "file" / "journal.sqlite3", flush_interval_s=0.001)
+    at_start = journal.status()
+    request_id = serve(journal, "r", [1], end=None)
+
+    assert at_start.degraded_reason is not None
+    assert not journal.flush()
+    assert journal.output_token_ids(request_id) == (1,)
+    assert not journal.status().is_durable
+    journal.close()
+
+
+def test_file_of_another_version_is_left_alone(path: Path) -> None:
+    """A newer dsched's journal is neither written nor set aside."""
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    journal = SqliteJournal(path, flush_interval_s=0.001)
+    serve(journal, "r", [1])
+
+    assert not journal.flush()
+    assert "journal format 99" in str(journal.status().degraded_reason)
+    journal.close()
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_stalled_file_bounds_memory_and_counts_what_it_drops(path: Path) -> None:
+    """Beyond `max_pending_requests`, ends are kept out of the file and counted; a request that the
+    file knows as open still gets its end."""
+    journal = SqliteJournal(path, flush_interval_s=0.001, max_pending_requests=3)
+    known = serve(journal, "known", [1], end=None)
+    assert journal.flush()
+    with closing(sqlite3.connect(path, isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        for number in range(10):
+            serve(journal, f"r{number}", [number])
+        journal.finish(known, reason="stop")
+        assert not journal.flush()
+        num_kept = len(journal._ended)
+        holder.execute("ROLLBACK")
+    assert journal.flush()
+    status = journal.status()
+    journal.close()
+
+    assert num_kept == 4
+    assert status.num_dropped_requests == 7
+    assert list(read_unfinished(path)) == []
+    assert read_request(path, RequestId("r9")) is None
+    assert read_request(path, RequestId("r2")) is not None
+
+
+def test_old_and_surplus_requests_expire(path: Path) -> None:
+    """Finished requests leave the file by age and by number; open ones of living owners stay."""
+    now = [1_000]
+    journal = SqliteJournal(
+        path,
+        owner="me",
+        flush_interval_s=0.001,
+        max_retained_requests=3,
+        retention_s=100,
+        wall_time_s=lambda: now[0],
+    )
+    dead = SqliteJournal(path, owner="dead", flush_interval_s=0.001, wall_time_s=lambda: now[0])
+    serve(dead, "orphan", [1], end=None)
+    dead.close()
+    serve(journal, "open", [1], end=None)
+    for number in range(5):
+        serve(journal, f"r{number}", [1])
+        assert journal.flush()
+    now[0] += 20
+    serve(journal, "last", [1])
+    assert journal.flush()
+    by_number = [read_request(path, RequestId(f"r{n}")) is not None for n in range(5)]
+    now[0] += 101
+    serve(journal, "trigger", [1])
+    assert journal.flush()
+    by_age = [read_request(path, RequestId(name)) is not None for name in ("r4", "last", "orphan")]
+    journal.close()
+
+    assert by_number == [False, False, False, True, True]
+    assert by_age == [False, False, False]
+    assert [r.request_id for r in read_unfinished(path)] == ["open"]
+
+
+def test_many_threads_of_time_lose_nothing(path: Path) -> None:
+    """The recording thread races the writer; afterwards the file has every token once."""
+    journal = SqliteJournal(path, flush_interval_s=0.0001, max_batch_requests=3)
+    ids = [serve(journal, f"r{n}", [n], end=None) for n in range(7)]
+    for index in range(1, 400):
+        for request_id in ids:
+            journal.record(request_id, epoch=1, first_index=index, token_ids=[index])
+    assert journal.flush()
+
+    found = {record.request_id: record.output_token_ids for record in read_unfinished(path)}
+    journal.close()
+
+    assert found == {f"r{n}": (n, *range(1, 400)) for n in range(7)}
+
+
+def test_missing_and_broken_files_cannot_be_read(tmp_path: Path) -> None:
+    """A reader says so, and makes no file."""
+    missing = tmp_path / "missing"
+    with pytest.raises(JournalError, match="unable to open"):
+        list(read_unfinished(missing))
+    assert not missing.exists()
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"x" * 4_096)
+    with pytest.raises(JournalError, match="not a database"):
+        read_request(broken, RequestId("r"))
+
+
+def test_row_that_is_missing_in_the_file_is_not_glossed_over(
+    path: Path, journal: SqliteJournal
+) -> None:
+    """A request with a hole in its tokens cannot be continued; reading it says where."""
+    request_id = serve(journal, "r", [1, 2], end=None)
+    assert journal.flush()
+    journal.record(request_id, epoch=1, first_index=2, token_ids=[3])
+    assert journal.flush()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM tokens WHERE first_index = 0")
+
+    with pytest.raises(JournalError, match="request r: tokens from 2, expected 0"):
+        list(read_unfinished(path))
+
+
+def test_no_thread_is_left_behind(path: Path) -> None:
+    """`close` ends the writer."""
+    journal = SqliteJournal(path)
+    journal.close()
+
+    assert not any(thread.name == "dsched-journal" for thread in threading.enumerate())
