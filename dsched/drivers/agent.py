@@ -138,6 +138,8 @@ class Agent:
         clock: Clock | None = None,
         log: logging.Logger | None = None,
         max_pending_steps: int = MAX_PENDING_STEPS,
+        heartbeat_ns: int = HEARTBEAT_NS,
+        retry_ns: int = RETRY_NS,
     ) -> None:
         """Raises `ValueError` for an engine id that cannot be part of a socket's identity."""
         if not is_engine_id(hello.engine_id):
@@ -153,6 +155,8 @@ class Agent:
         self.state = AgentState.NEW
         self._endpoint = endpoint
         self._on_command = on_command
+        self._heartbeat_ns = heartbeat_ns
+        self._retry_ns = retry_ns
         self._clock = clock or SystemClock()
         self._log = log or logging.getLogger("dsched.agent")
         self._records: deque[StepRecord] = deque(maxlen=max_pending_steps)
@@ -248,7 +252,8 @@ class Agent:
 
     def _serve_until_fault(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         try:
-            with self._open_socket(context) as link:
+            with context.socket(zmq.DEALER) as link:
+                self._connect(link)
                 self._serve(link)
         except Exception as error:  # the door: nothing of ours may reach the engine
             self._num_faults += 1
@@ -258,15 +263,14 @@ class Agent:
             self.num_errors += 1
             if self.num_errors == 1:
                 self._log.warning("agent.disturbed reason=%r; it tries again", error)
-            self._sleep(RETRY_NS)
+            self._sleep(self._retry_ns)
 
     def _sleep(self, duration_ns: int) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_read, zmq.POLLIN)
         poller.poll(duration_ns // 1_000_000)
 
-    def _open_socket(self, context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
-        link = context.socket(zmq.DEALER)
+    def _connect(self, link: "zmq.Socket[bytes]") -> None:
         hello = self.hello
         link.identity = agent_identity(hello.engine_id, hello.incarnation, hello.dp_rank)
         link.sndhwm = SEND_QUEUE_MESSAGES
@@ -278,7 +282,6 @@ class Agent:
         link.reconnect_ivl = 100
         link.reconnect_ivl_max = 2_000
         link.connect(self._endpoint)
-        return link
 
     def _serve(self, link: "zmq.Socket[bytes]") -> None:
         poller = zmq.Poller()
@@ -292,15 +295,15 @@ class Agent:
             now_ns = self._clock.now_ns()
             if now_ns >= next_hello_ns:
                 is_sent = self._send(link, self.hello)
-                next_hello_ns = now_ns + (HEARTBEAT_NS if is_sent else HELLO_RETRY_NS)
+                next_hello_ns = now_ns + (self._heartbeat_ns if is_sent else HELLO_RETRY_NS)
             if LOAD_REPORTS not in self.hello.features:
                 self._records.clear()
-                next_report_ns = now_ns + HEARTBEAT_NS
+                next_report_ns = now_ns + self._heartbeat_ns
             elif self._report_steps(link):
-                next_report_ns = now_ns + HEARTBEAT_NS
+                next_report_ns = now_ns + self._heartbeat_ns
             elif now_ns >= next_report_ns:
                 self._report_idle(link)
-                next_report_ns = now_ns + HEARTBEAT_NS
+                next_report_ns = now_ns + self._heartbeat_ns
             self._num_faults = 0
         if not self._has_goodbye:
             return
@@ -317,7 +320,7 @@ class Agent:
         if self._records or self._must_stop:
             self._is_asleep = False
         timeout_ns = wake_ns - self._clock.now_ns() if self._is_asleep else 0
-        poller.poll(max(0, min(timeout_ns, HEARTBEAT_NS) // 1_000_000))
+        poller.poll(max(0, min(timeout_ns, self._heartbeat_ns) // 1_000_000))
         self._is_asleep = False
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4_096)

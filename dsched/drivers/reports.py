@@ -195,11 +195,12 @@ class ReportReader:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._receive(frames)
+            self.receive(frames)
         if self._loop is not None and self._socket is not None:
             self._loop.call_soon(self._read)
 
-    def _receive(self, frames: list[bytes]) -> None:
+    def receive(self, frames: list[bytes]) -> None:
+        """Take one message as the socket delivers it: the sender's identity, then the payload."""
         self.num_received += 1
         message = self._decode(frames)
         if message is None:
