@@ -378,6 +378,8 @@ class SimDriver:
             return
         rows = table.tolist()
         step_tokens = self.engine.last_step_tokens.tolist()
+        if not self._last_step_ns:
+            step_tokens = [0] * len(rows)
         reports = [self._make_report(rank, rows[rank], step_tokens[rank]) for rank in ranks]
         if self._faults.loss_share and self._rng is not None:
             kept = self._rng.random(len(reports)) >= self._faults.loss_share

@@ -29,14 +29,14 @@ def plot_replay(report: ReplayReport, path: Path) -> None:
         f"{report.policy}, seed {report.seed}"
     )
     (ttft, tpot), (load, ranks) = figure.subplots(2, 2)
-    for axes, values_ns, name in (
-        (ttft, times.ttft_ns, "TTFT"),
-        (tpot, times.tpot_ns, "TPOT"),
+    for axes, values_ns, name, scale in (
+        (ttft, times.ttft_ns, "TTFT", "log"),
+        (tpot, times.tpot_ns, "TPOT", "linear"),
     ):
         values_ms = np.sort(np.asarray(values_ns, dtype=np.float64)) / NS_PER_MS
         if len(values_ms):
             axes.plot(values_ms, np.arange(1, len(values_ms) + 1) / len(values_ms))
-            axes.set_xscale("log")
+            axes.set_xscale(scale)
         axes.set_xlabel(f"{name} (ms, simulated)")
         axes.set_ylabel("share of requests")
         axes.grid(visible=True, alpha=0.3)
