@@ -97,6 +97,11 @@ class DecodeCostModel:
         grid = None if tiers is None else list(tiers)
         padded = tokens if grid is None else pad_to_tier(tokens, check_tiers(grid))
         sampled = np.unique(padded)
+        if len(sampled) < 2:
+            raise ValueError(
+                f"all {len(tokens)} samples fall into one tier ({sampled[0]} tokens); "
+                "a model needs samples of at least two tiers"
+            )
         # Column j rises at tier j: with no negative rise the tiers cannot decrease.
         rises = (padded[:, None] >= sampled[None, :]).astype(np.float64)
         columns = np.column_stack((rises, kv.astype(np.float64)))

@@ -188,6 +188,18 @@ class StepPlanner:
             raise KeyError(f"slot {slot} is free")
         return request_id
 
+    def holds(self, slot: int) -> bool:
+        """Tell whether a request that has not ended holds `slot`."""
+        return self._id_of[slot] is not None and not self._state[kernels.IS_GONE, slot]
+
+    def num_computed_tokens(self, slot: int) -> int:
+        """Return the leading tokens whose KV exists once all planned steps have run."""
+        return int(self._state[kernels.COMPUTED, slot])
+
+    def is_at_limit(self, slot: int) -> bool:
+        """Tell whether the planned steps bring the request to its token limit."""
+        return bool(self._state[kernels.TOKENS, slot] >= self._state[kernels.LIMIT, slot])
+
     def set_verify_lengths(self, slots: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Set the draft tokens that each request's next decode verifies, >= 0."""
         if lengths.size and lengths.min() < 0:
