@@ -18,9 +18,9 @@ import os
 import sqlite3
 import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -108,9 +108,11 @@ class SqliteJournal(MemoryJournal):
         self._max_batch_requests = max_batch_requests
         self._max_pending_requests = max_pending_requests
         self._retention_s = retention_s
+        # Shared with the writer. Appending and popping at the ends needs no lock; an entry that is
+        # in it twice is written once.
+        self._dirty: deque[JournalEntry] = deque()
         # Shared with the writer, under the lock.
         self._lock = threading.Lock()
-        self._dirty: dict[JournalEntry, None] = {}
         self._ended: dict[RequestId, JournalEntry] = {}
         self._waiters: list[threading.Event] = []
         self._degraded_reason: str | None = None
@@ -140,14 +142,13 @@ class SqliteJournal(MemoryJournal):
         """Return how the file keeps up. O(open requests)."""
         with self._lock:
             reason = self._degraded_reason
-            num_pending = len(self._dirty)
         return JournalStatus(
             degraded_reason=reason,
             is_durable=reason is None,
             num_open_requests=len(self._entries),
             num_recorded_tokens=self._num_recorded_tokens(),
             num_fenced_tokens=self._num_fenced_tokens,
-            num_pending_requests=num_pending,
+            num_pending_requests=len(self._dirty),
             num_write_errors=self._num_write_errors,
             num_dropped_requests=self._num_dropped_requests,
         )
@@ -177,9 +178,8 @@ class SqliteJournal(MemoryJournal):
         # value was seen here is therefore read.
         if entry.is_dirty:
             return
-        with self._lock:
-            entry.is_dirty = True
-            self._dirty[entry] = None
+        entry.is_dirty = True
+        self._dirty.append(entry)
         if not self._has_work.is_set():
             self._has_work.set()
 
@@ -234,12 +234,13 @@ class SqliteJournal(MemoryJournal):
         return True
 
     def _take_batch(self) -> list[JournalEntry]:
-        with self._lock:
-            batch = list(islice(self._dirty, self._max_batch_requests))
-            for entry in batch:
-                del self._dirty[entry]
-                entry.is_dirty = False
-        return [entry for entry in batch if not entry.is_abandoned]
+        batch: dict[JournalEntry, None] = {}
+        while self._dirty and len(batch) < self._max_batch_requests:
+            entry = self._dirty.popleft()
+            entry.is_dirty = False
+            if not entry.is_abandoned:
+                batch[entry] = None
+        return list(batch)
 
     def _write_batch(self, batch: list[JournalEntry]) -> bool:
         try:
@@ -255,8 +256,7 @@ class SqliteJournal(MemoryJournal):
                 if entry.is_abandoned:  # its opening was under way when its end was dropped
                     entry.is_abandoned = False
                     self._num_dropped_requests -= 1
-                    entry.is_dirty = True
-                    self._dirty[entry] = None
+                    self._on_changed(entry)
         return True
 
     def _note_failure(self, error: Exception, batch: list[JournalEntry]) -> None:
@@ -266,10 +266,8 @@ class SqliteJournal(MemoryJournal):
         with self._lock:
             self._num_write_errors += 1
             self._degraded_reason = f"{self._file.path}: {error}"
-            for entry in batch:
-                if not entry.is_abandoned:
-                    entry.is_dirty = True
-                    self._dirty[entry] = None
+        for entry in batch:
+            self._on_changed(entry)
 
     def _write_everything_again(self) -> None:
         """The file is a new one: list all that memory holds."""
