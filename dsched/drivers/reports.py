@@ -122,6 +122,7 @@ class ReportReader:
         """
         if self._socket is not None:
             return
+        check_endpoint(self._endpoint)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.ROUTER)
         socket.rcvhwm = self._max_pending_messages
@@ -286,6 +287,17 @@ class ReportReader:
         if len(self._asked) > MAX_ASKED:
             self._asked.popitem(last=False)
         self._send(identity, SayHello())
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Refuse a TCP port that does not exist: ZeroMQ would take it modulo 65536.
+
+    Raises:
+        ConfigError: the port is above 65535.
+    """
+    port = endpoint.rpartition(":")[2]
+    if endpoint.startswith("tcp://") and port.isdecimal() and int(port) > 65_535:
+        raise ConfigError(f"agent endpoint {endpoint!r}: port {port} is above 65535")
 
 
 def _rank_id(message: AgentMessage) -> RankId:
