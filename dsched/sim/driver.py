@@ -98,7 +98,9 @@ class SimDriver:
         self._last_step_ns = 0
         self._num_starts = 0
         self._seq = [0] * engine.config.num_dp_ranks
-        self._reported: NDArray[np.int64] | None = None
+        self._reported: NDArray[np.int64] = np.zeros((len(self._seq), 4), dtype=np.int64)
+        """[D, 4] load as last published; a new engine is known to be empty."""
+        self._is_up = False
         self.on_step: Callable[[SimEngine, int], None] | None = None
         """Called with the engine and the step's duration after each step; must only read."""
         if batch is not None:
@@ -162,6 +164,7 @@ class SimDriver:
             return
         self._hand_out()
         self._is_dead = True
+        self._is_up = False
         self._cancel_step()
         self.engine.clear()
         lost, self._sinks = self._sinks, {}
@@ -331,7 +334,8 @@ class SimDriver:
             return
         self._num_starts += 1
         self._seq = [0] * len(self._seq)
-        self._reported = None
+        self._reported = np.zeros_like(self._reported)
+        self._is_up = True
         self._listener.on_engine_up(self.describe())
         self._rest_if_idle()
 
@@ -351,13 +355,12 @@ class SimDriver:
             return
         if not self._is_frozen:
             self._last_step_ns = 0
-            self._reported = None
-            self._report()
+            self._report(is_complete=True)
         self._rest_if_idle()
 
-    def _report(self) -> None:
-        """Publish the load of each rank whose load changed."""
-        if self._listener is None or self._is_dead or self._is_frozen:
+    def _report(self, *, is_complete: bool = False) -> None:
+        """Publish the load of each rank whose load changed, or of every rank."""
+        if self._listener is None or not self._is_up or self._is_frozen:
             return
         loads = self.engine.loads()
         table = np.stack(
@@ -369,10 +372,8 @@ class SimDriver:
             ),
             axis=1,
         )
-        if self._reported is None:
-            ranks = list(range(len(table)))
-        else:
-            ranks = np.flatnonzero((table != self._reported).any(axis=1)).tolist()
+        has_changed = (table != self._reported).any(axis=1)
+        ranks = np.flatnonzero(has_changed | is_complete).tolist()
         self._reported = table
         if not ranks:
             return
