@@ -240,6 +240,7 @@ class _Attempt:
     __slots__ = (
         "_driver",
         "_has_logprobs",
+        "_is_aborted",
         "_is_ended",
         "_reader",
         "_refusal",
@@ -262,10 +263,12 @@ class _Attempt:
         self._splitter = SseSplitter()
         self._status = 0
         self._refusal = bytearray()
+        self._is_aborted = False
         self._is_ended = False
 
     def abort(self) -> None:
         """Close the connection now; the sink hears of it from the event loop. Idempotent."""
+        self._is_aborted = True
         self._close_exchange()
         finish = AttemptFinish(reason=FinishReason.ABORT)
         asyncio.get_running_loop().call_soon(self.end, finish)
@@ -313,6 +316,8 @@ class _Attempt:
             self._sink.on_tokens(
                 self.attempt_id, token_ids, logprobs if self._has_logprobs else None
             )
+        if self._is_aborted:
+            return
         if error is not None:
             self._driver._suspect()
             self.fail(error)

@@ -103,7 +103,7 @@ def encode_request(command: GenerateCommand, *, model: str | None) -> bytes:
 class _Logprobs(msgspec.Struct):
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -205,14 +205,15 @@ class StreamReader:
             self.logprobs += translate_logprobs(choice)
         self.token_ids += choice.token_ids
         if choice.finish_reason is not None:
-            self._read_end(choice.finish_reason)
+            self._read_end(choice.finish_reason, has_tokens=bool(choice.token_ids))
 
-    def _read_end(self, finish_reason: str) -> None:
+    def _read_end(self, finish_reason: str, *, has_tokens: bool) -> None:
         if finish_reason == "length":
             self.end = StreamEnd(reason=FinishReason.LENGTH)
         elif finish_reason == "stop":
-            stop_token_id = self.token_ids.pop() if self.token_ids else None
-            if self._has_logprobs and self.logprobs:
+            # Only a token of the last event can be it: those before were handed out as output.
+            stop_token_id = self.token_ids.pop() if has_tokens else None
+            if has_tokens and self._has_logprobs:
                 self.logprobs.pop()
             self.end = StreamEnd(reason=FinishReason.STOP, stop_token_id=stop_token_id)
         else:

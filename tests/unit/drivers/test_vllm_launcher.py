@@ -1,0 +1,249 @@
+"""The launcher, with a stand-in for the engine's Python: nothing survives `stop`, or us."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from dsched.drivers.vllm import launcher as launcher_module
+from dsched.drivers.vllm.launcher import (
+    LocalEngine,
+    engine_environment,
+    find_vllm_python,
+    free_port,
+    has_vllm,
+    launch_vllm_engine,
+    scheduler_args,
+)
+from dsched.errors import ConfigError, DriverError
+from dsched.ids import EngineId
+
+ENGINE = EngineId("e0")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def make_python(tmp_path: Path, script: str) -> Path:
+    """A stand-in for the engine's interpreter: runs `script` whatever it is asked to run."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    return python
+
+
+@pytest.fixture
+async def launch(model: Path, tmp_path: Path) -> AsyncIterator[Callable]:
+    """Launches stand-ins that end with the test."""
+    engines: list[LocalEngine] = []
+
+    async def start(script: str, **changes: object) -> LocalEngine:
+        fields: dict = {
+            "engine_id": ENGINE,
+            "agent_endpoint": "tcp://127.0.0.1:9",
+            "state_dir": tmp_path / "state",
+            "served_model_name": "tiny",
+            "python": make_python(tmp_path, script),
+        }
+        engine = await launch_vllm_engine(model, **(fields | changes))
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        await engine.stop(grace_s=0)
+
+
+async def wait_for_text(path: Path, text: str) -> str:
+    async with asyncio.timeout(10):
+        while text not in (found := path.read_text()):
+            await asyncio.sleep(0.01)
+    return found
+
+
+async def test_command_names_model_port_and_scheduler(launch: Callable, model: Path) -> None:
+    """What the engine is told, in the order that lets `extra_args` win."""
+    engine = await launch('echo "$@"; echo end', extra_args=("--max-model-len", "64"))
+
+    words = (await wait_for_text(engine.log_path, "end")).split()
+
+    assert words[:2] == ["-m", "dsched.drivers.vllm.serve_child"]
+    assert words[2:5] == [str(os.getpid()), "serve", str(model)]
+    assert words[words.index("--port") + 1] == str(engine.port)
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert words[words.index("--scheduler-cls") + 1] == "dsched.drivers.vllm.DschedScheduler"
+    assert words[-3:-1] == ["--max-model-len", "64"]
+    assert engine.url == f"http://127.0.0.1:{engine.port}"
+
+
+async def test_engine_knows_where_to_report(launch: Callable) -> None:
+    engine = await launch('echo "$DSCHED_ENDPOINT $DSCHED_ENGINE_ID $OMP_NUM_THREADS end"')
+
+    text = await wait_for_text(engine.log_path, "end")
+
+    assert text.split()[:2] == ["tcp://127.0.0.1:9", "e0"]
+
+
+async def test_stop_ends_the_whole_group(launch: Callable) -> None:
+    """Children of the server end too, also those that ignore SIGTERM."""
+    engine = await launch(
+        "(trap '' TERM; echo child $(exec sh -c 'echo $PPID'); while :; do sleep 0.05; done) &\n"
+        "echo ready; wait"
+    )
+    text = await wait_for_text(engine.log_path, "child")
+    child = int(text.split("child")[1].split()[0])
+
+    await engine.stop(grace_s=5)
+
+    assert not engine.is_alive
+    async with asyncio.timeout(5):
+        while is_running(child):
+            await asyncio.sleep(0.01)
+
+
+async def test_server_that_ignores_sigterm_is_killed(launch: Callable) -> None:
+    engine = await launch("trap '' TERM; echo ready; while :; do sleep 0.05; done")
+    await wait_for_text(engine.log_path, "ready")
+
+    await engine.stop(grace_s=0.1)
+    await engine.stop()
+
+    assert not engine.is_alive
+
+
+async def test_death_is_told_with_the_end_of_the_log(launch: Callable) -> None:
+    """An engine that dies by itself is noticed; one that is stopped is not a death."""
+    deaths: list[tuple[str, int]] = []
+    engine = await launch("echo what went wrong; exit 3")
+
+    engine.watch(lambda each, status: deaths.append((each.engine_id, status)))
+    async with asyncio.timeout(10):
+        while not deaths:
+            await asyncio.sleep(0.01)
+    tail = engine.log_tail()
+    stopped = await launch("while :; do sleep 0.05; done")
+    stopped.watch(lambda each, status: deaths.append((each.engine_id, status)))
+    await stopped.stop()
+
+    assert deaths == [("e0", 3)]
+    assert "what went wrong" in tail
+
+
+async def test_model_without_a_config_is_the_operators(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        await launch_vllm_engine(
+            tmp_path,
+            engine_id=ENGINE,
+            agent_endpoint=None,
+            state_dir=tmp_path,
+            served_model_name="m",
+            python=sys.executable,
+        )
+
+
+async def test_python_that_cannot_run_is_told(model: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("no program")
+
+    with pytest.raises(DriverError, match="cannot be started"):
+        await launch_vllm_engine(
+            model,
+            engine_id=ENGINE,
+            agent_endpoint=None,
+            state_dir=tmp_path,
+            served_model_name="m",
+            python=python,
+        )
+
+
+async def test_engine_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    """No signal handler of ours runs then; the kernel must do it."""
+    code = (
+        "import subprocess, sys, os\n"
+        "child = subprocess.Popen([sys.executable, '-c', "
+        "'import os, sys, time; from dsched.drivers.vllm.serve_child import end_with_parent; "
+        "end_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); time.sleep(60)', "
+        "str(os.getpid())])\n"
+        "child.wait()\n"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    child = int(await parent.stdout.readline())
+    assert is_running(child)
+
+    parent.kill()
+    await parent.wait()
+
+    async with asyncio.timeout(10):
+        while is_running(child):
+            await asyncio.sleep(0.01)
+
+
+def test_stated_python_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        find_vllm_python(tmp_path / "nowhere")
+
+
+def test_python_with_vllm_is_found_beside_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First our own interpreter, then the Makefile's environment; else a way out is named."""
+    beside = tmp_path / ".venv-vllm"
+    monkeypatch.setattr(launcher_module, "__file__", str(tmp_path / "a" / "b" / "c" / "x.py"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "own" / "bin" / "python"))
+    with pytest.raises(ConfigError, match=r"make \.venv-vllm/\.ready"):
+        find_vllm_python()
+
+    package = beside / "lib" / "python3.11" / "site-packages" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (beside / "bin").mkdir()
+    (beside / "bin" / "python").touch()
+
+    assert has_vllm(beside / "bin" / "python")
+    assert find_vllm_python() == beside / "bin" / "python"
+
+
+def test_cpu_defaults_yield_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread and one GiB of KV cache on a CPU, unless the operator says otherwise."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("DSCHED_ENDPOINT", "tcp://elsewhere:1")
+
+    silent = engine_environment(None, engine_id=ENGINE, device="cpu")
+    gpu = engine_environment("tcp://127.0.0.1:9", engine_id=ENGINE, device="cuda")
+
+    assert silent["OMP_NUM_THREADS"] == "7"
+    assert silent["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert "DSCHED_ENDPOINT" not in silent
+    assert "VLLM_CPU_KVCACHE_SPACE" not in gpu
+    assert gpu["DSCHED_ENDPOINT"] == "tcp://127.0.0.1:9"
+
+
+def test_scheduler_class_fits_the_device() -> None:
+    """vLLM schedules asynchronously on GPUs and never on CPUs."""
+    assert scheduler_args("cpu")[1].endswith(".DschedScheduler")
+    assert scheduler_args("cuda")[1].endswith(".DschedAsyncScheduler")
+
+
+def test_free_ports_differ() -> None:
+    assert 0 < free_port() < 65_536
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        os.kill(pid, 0)
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (ProcessLookupError, FileNotFoundError):
+        return False
