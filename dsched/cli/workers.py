@@ -5,6 +5,7 @@ gives the load of this moment. Without an answer, what the registry has is shown
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -24,6 +25,12 @@ ADMIN_TIMEOUT_S = 2.0
 """Time for a dsched to answer. Longer: the command hangs on a dead one. Shorter: busy ones miss."""
 NS_PER_MS = 1_000_000
 STATE_STYLES = {"up": "green", "suspect": "yellow", "draining": "cyan", "down": "red"}
+
+
+class WorkersAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What the admin API answers."""
+
+    workers: WorkersView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,22 +90,34 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> WorkersView | None:
         async with session.get(url) as response:
             if response.status != 200:
                 return None
-            return msgspec.json.decode(await response.read(), type=WorkersView)
+            return msgspec.json.decode(await response.read(), type=WorkersAnswer).workers
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
         return None
 
 
 def print_workers(found: FoundWorkers, console: Console) -> None:
-    """Print a table of DP ranks and a line for each dsched process."""
+    """Print a table of DP ranks for each pool, and a line for each dsched process."""
     if not found.view.instances and not found.view.engines:
         console.print("No dsched is registered. Start one with: dsched run")
         return
-    console.print(_to_table(found.view.engines))
+    for pool in sorted({engine.pool for engine in found.view.engines}):
+        engines = [engine for engine in found.view.engines if engine.pool == pool]
+        models = ", ".join(sorted({engine.model for engine in engines}))
+        console.print(f"pool {pool}: {models}", highlight=False, style="bold")
+        console.print(_to_table(engines))
+        for engine in engines:
+            if engine.state != "up" and engine.reason:
+                console.print(
+                    f"{engine.engine_id} is {engine.state}: {engine.reason}",
+                    highlight=False,
+                    markup=False,
+                    soft_wrap=True,
+                )
     for instance in found.view.instances:
         console.print(
-            f"dsched {instance.version} {instance.instance_id}: {instance.front_door_url}, "
-            f"admin {instance.admin_url}",
+            f"dsched {instance.version}: {instance.front_door_url}, admin {instance.admin_url}",
             highlight=False,
+            soft_wrap=True,
         )
     if found.source == "registry":
         console.print("No dsched answered; loads are those last written to the registry.")
@@ -106,33 +125,27 @@ def print_workers(found: FoundWorkers, console: Console) -> None:
         console.print(f"Registry key {key} is of another dsched version; left out.")
 
 
-def _to_table(engines: tuple[EngineRow, ...]) -> Table:
-    table = Table(box=None, header_style="bold")
-    for name in ("engine", "rank", "pool", "model", "state"):
-        table.add_column(name)
-    for name in ("running", "waiting", "KV tokens", "capacity", "step ms", "report age"):
-        table.add_column(name, justify="right")
+def _to_table(engines: Sequence[EngineRow]) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 1))
+    for name in ("engine", "rank", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("running", "waiting", "KV tokens", "capacity", "step ms", "report"):
+        table.add_column(name, justify="right", no_wrap=True)
     for engine in engines:
         if not engine.ranks:
-            reason = engine.reason or ""
-            table.add_row(
-                engine.engine_id, "-", engine.pool, engine.model, _state(engine.state, reason)
-            )
+            table.add_row(engine.engine_id, "-", _state(engine.state))
         for rank in engine.ranks:
             table.add_row(
                 engine.engine_id,
                 str(rank.dp_rank),
-                engine.pool,
-                engine.model,
-                _state(rank.state, engine.reason or ""),
+                _state(rank.state),
                 *_load_cells(rank),
             )
     return table
 
 
-def _state(state: str, reason: str) -> str:
-    text = f"[{STATE_STYLES[state]}]{state}[/]"
-    return f"{text} ({reason})" if reason and state != "up" else text
+def _state(state: str) -> str:
+    return f"[{STATE_STYLES[state]}]{state}[/]"
 
 
 def _load_cells(rank: RankRow) -> tuple[str, ...]:
