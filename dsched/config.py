@@ -151,9 +151,6 @@ class LaunchConfig(Section, frozen=True, kw_only=True):
     """Further command-line arguments for each engine, as a YAML list."""
     python: str | None = None
     """Interpreter of the environment that has the engine; default: the one dsched runs in."""
-    ready_timeout_s: Seconds = 600.0
-    """Time an engine may take to load. Below: large models are given up too early. Above: a
-    broken start is noticed late."""
 
 
 class SimConfig(Section, frozen=True, kw_only=True):
@@ -205,15 +202,12 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     max_attempts: Annotated[int, Meta(ge=1, le=100)] = 3
     """Ranks a request is tried on when engines fail. Below: a second failure ends it. Above: a
     request that kills engines kills more of them."""
-    router_index: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
-    """Number of this dsched among several over the same engines, from 0; turns their ties apart.
-    All 0: several dsched choose the same idle rank at once."""
+    router_index: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    """Number of this dsched among several over the same engines, from 0, which turns their ties
+    apart; default: drawn at the start."""
     queue_timeout_s: Seconds = 120.0
     """Time a request may wait for a rank before it ends with 503. Below: short overloads become
     errors. Above: clients give up first, and their work is done for nobody."""
-    report_stale_s: Seconds = 3.0
-    """Age at which a load report no longer counts and dsched's own bookings decide. Below: idle
-    ranks, which report once a second, count as silent. Above: old loads decide."""
 
 
 class AgentConfig(Section, frozen=True, kw_only=True):

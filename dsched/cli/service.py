@@ -24,7 +24,7 @@ from dsched.cli.metric_sources import (
     registry_samples,
 )
 from dsched.clock import SystemClock, wall_time_s
-from dsched.config import Config
+from dsched.config import BUILTIN_ROUTING_POLICIES, Config
 from dsched.config_load import LoadedConfig
 from dsched.controller import (
     Controller,
@@ -34,7 +34,7 @@ from dsched.controller import (
     RankStatus,
 )
 from dsched.drivers.reports import ReportReader
-from dsched.errors import RegistryError
+from dsched.errors import ConfigError, RegistryError
 from dsched.faults import MemoryJournal, SqliteJournal, TokenJournal
 from dsched.faults.progress import ProgressLimits
 from dsched.frontdoor.door import FrontDoor
@@ -70,6 +70,7 @@ class Service:
         self._clock = SystemClock()
         self._process_tag = secrets.randbits(64)
         self.instance_id = f"{self._process_tag:016x}"
+        self._settings = controller_settings(self.config, process_tag=self._process_tag)
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = contextlib.AsyncExitStack()
 
@@ -144,7 +145,7 @@ class Service:
             clock=self._clock,
             host=host,
             attempt_ids=AttemptIds(process_tag=self._process_tag),
-            settings=controller_settings(self.config, process_tag=self._process_tag),
+            settings=self._settings,
             observer=None,
         )
         host.attach(self.controller.tick)
@@ -258,17 +259,25 @@ def open_journal(config: Config, *, owner: str) -> TokenJournal:
 def controller_settings(config: Config, *, process_tag: int) -> ControllerSettings:
     """Translate the configuration into nanoseconds and prices."""
     routing = config.routing
+    if routing.policy not in BUILTIN_ROUTING_POLICIES:
+        raise ConfigError(
+            f"$.routing.policy: {routing.policy!r} exists, but this version calls only its own: "
+            f"{', '.join(BUILTIN_ROUTING_POLICIES)}"
+        )
     request_ns, kv_token_ns = routing.request_cost_us * 1e3, routing.kv_token_cost_ns
     if routing.policy == "least_requests":
         request_ns, kv_token_ns = 1.0, 0.0
     elif routing.policy == "least_kv":
         request_ns, kv_token_ns = 0.0, 1.0
+    index = routing.router_index
     return ControllerSettings(
+        max_attempts=routing.max_attempts,
         max_held_requests=routing.max_queued_requests,
+        max_hold_ns=int(routing.max_hold_s * S),
         queue_timeout_ns=int(routing.queue_timeout_s * S),
         request_cost_ns=request_ns,
         kv_token_cost_ns=kv_token_ns,
-        router_index=process_tag % 1_024,
+        router_index=process_tag % 1_024 if index is None else index,
         progress=ProgressLimits(),
         is_validating=config.debug.validate,
     )
