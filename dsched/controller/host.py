@@ -21,6 +21,7 @@ class LoopTickHost:
         self._tick: Callable[[], None] | None = None
         self._is_asked = False
         self._timer: asyncio.TimerHandle | None = None
+        self._time_ns = 0
 
     def attach(self, tick: Callable[[], None]) -> None:
         self._tick = tick
@@ -33,8 +34,9 @@ class LoopTickHost:
     def request_tick_at(self, time_ns: int) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._time_ns = time_ns
         delay_s = max(0.0, (time_ns - self._clock.now_ns()) / NS_PER_S)
-        self._timer = self._loop.call_later(delay_s, self.request_tick)
+        self._timer = self._loop.call_later(delay_s, self._fire)
 
     def close(self) -> None:
         """Ask for nothing more."""
@@ -42,6 +44,15 @@ class LoopTickHost:
             self._timer.cancel()
             self._timer = None
         self._tick = None
+
+    def _fire(self) -> None:
+        self._timer = None
+        if self._clock.now_ns() < self._time_ns:
+            # Event loops round to milliseconds and may be early; a tick before its time finds
+            # nothing due and would not ask again.
+            self.request_tick_at(self._time_ns)
+        else:
+            self.request_tick()
 
     def _run(self) -> None:
         self._is_asked = False
