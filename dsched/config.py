@@ -144,7 +144,7 @@ class LaunchConfig(Section, frozen=True, kw_only=True):
     engine: Literal["sim", "vllm", "sglang"] = "sim"
     """What to start: simulated engines inside dsched, or real ones as child processes."""
     model: str | None = None
-    """Model folder for `vllm` and `sglang`."""
+    """Model folder for `vllm` and `sglang`; `tiny` makes a small random model to try with."""
     replicas: Annotated[int, Meta(ge=1, le=1_024)] = 2
     """Engines to start. More than the machine has devices or memory for: they fail to start."""
     args: tuple[str, ...] = ()
@@ -208,6 +208,26 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     queue_timeout_s: Seconds = 120.0
     """Time a request may wait for a rank before it ends with 503. Below: short overloads become
     errors. Above: clients give up first, and their work is done for nobody."""
+
+
+class FaultsConfig(Section, frozen=True, kw_only=True):
+    """When an engine counts as lost, and how long its requests may wait for another."""
+
+    decode_timeout_s: Seconds = 3.0
+    """Time without a token or a reported step after which an engine that was answering counts as
+    frozen. Below: a long step looks like a freeze. Above: its clients wait longer."""
+    prefill_timeout_s: Seconds = 10.0
+    """The same for an engine that has only prompts to compute, without their own time. Below: a
+    slow first step looks like a freeze. Above: its clients wait longer."""
+    prefill_token_cost_us: Annotated[float, Meta(ge=0, le=60_000_000)] = 1_000.0
+    """What each prompt token adds to that time, in microseconds; many times its real cost. Below:
+    long prompts look like a freeze. Above: a freeze during a long prompt is noticed late."""
+    stream_timeout_s: Seconds = 60.0
+    """Time without a token after which one request is moved while its engine goes on. Below:
+    preempted requests are moved for nothing. Above: a request lost inside an engine waits."""
+    handoff_deadline_s: Seconds = 60.0
+    """Time a request that lost its engine may wait for another before it ends with an error.
+    Below: a restart of the engines cuts answers. Above: clients hang when nothing comes back."""
 
 
 class AgentConfig(Section, frozen=True, kw_only=True):
@@ -290,6 +310,7 @@ class Config(Section, frozen=True, kw_only=True):
     launch: LaunchConfig = LaunchConfig()
     sim: SimConfig = SimConfig()
     routing: RoutingConfig = RoutingConfig()
+    faults: FaultsConfig = FaultsConfig()
     agent: AgentConfig = AgentConfig()
     journal: JournalConfig = JournalConfig()
     registry: RegistryConfig = RegistryConfig()
