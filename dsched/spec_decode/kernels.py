@@ -61,14 +61,15 @@ def fill_survival(
     """Fill `units` [K, R] with the survival of every draft token.
 
     `confidence` [R, K]. NaN is replaced by `acceptance` [K] of its position; with an empty
-    `acceptance` NaN is wrong. `num_drafts` [R] (or empty: K each) says how many tokens exist.
+    `acceptance` NaN is wrong. `num_drafts` (or empty: K each) says how many tokens exist; of fewer
+    requests than R, where the same requests follow each other several times.
     Returns `OK`, or the flat index of the first wrong confidence.
     """
     num_requests, num_positions = confidence.shape
     has_counts = num_drafts.size > 0
     for r in range(num_requests):
         survival = 1.0
-        last = num_drafts[r] if has_counts else num_positions
+        last = num_drafts[r % num_drafts.size] if has_counts else num_positions
         for k in range(num_positions):
             if k >= last:
                 units[k, r] = NOT_DRAFTED
@@ -127,6 +128,7 @@ def _num_tokens(histogram: NDArray[np.int64]) -> int:
 def _candidate_bins(
     histogram: NDArray[np.int64],
     shift: int,
+    num_steps: int,
     num_tokens: int,
     base_units: int,
     base_tokens: int,
@@ -136,48 +138,54 @@ def _candidate_bins(
 ) -> tuple[int, int]:
     """The first and last bin in which the best budget can lie; (0, -1) if it must be 0.
 
-    S(n), the sum of the n best survivals, is concave: inside a bin it lies above the chord of its
+    S, the sum of the best survivals, is concave: inside a bin it lies above the chord of its
     ends and below the lines through them with the bin's largest and smallest survival.
+    Rates here are `num_steps` times as high.
     """
     num_bins = histogram.size
     best = base_units / (cost_ns[base_tokens] + extra_ns)
-    n, total = 0, base_units
+    start, total = 0, base_units
     for b in range(num_bins):
         if histogram[b] > 0:
-            n += histogram[b] >> _COUNT_SHIFT
-            total += histogram[b] & _SUM_MASK
-            best = max(best, total / (cost_ns[base_tokens + n] + extra_ns))
+            count, units = histogram[b] >> _COUNT_SHIFT, histogram[b] & _SUM_MASK
+            n = (start + count) // num_steps
+            if n * num_steps > start:
+                lower = total + (n * num_steps - start) * (units / count)
+                rate = lower / (cost_ns[base_tokens + n] + extra_ns)
+                best = max(best, rate * _CHORD_ROUNDING)
+            start, total = start + count, total + units
     first, last = 0, -1
-    n, total = 0, base_units
+    start, total = 0, base_units
     for b in range(num_bins):
-        count = histogram[b] >> _COUNT_SHIFT
+        count, units = histogram[b] >> _COUNT_SHIFT, histogram[b] & _SUM_MASK
         if count == 0:
             continue
-        units = histogram[b] & _SUM_MASK
-        end, end_total = n + count, total + units
+        end, end_total = start + count, total + units
+        n = start // num_steps
         if end_total / (cost_ns[base_tokens + n + 1] + extra_ns) >= best:
             largest = ONE - (b << shift)
             smallest = max(largest - (1 << shift) + 1, 0)
             mean = units / count
-            m = n
-            while m < end:
-                m = min(tier_end[base_tokens + m + 1] - base_tokens, num_tokens)
-                if m > end:
+            while n * num_steps < end:
+                n = min(tier_end[base_tokens + n + 1] - base_tokens, num_tokens)
+                at = n * num_steps
+                if at > end:
                     break
-                ns = cost_ns[base_tokens + m] + extra_ns
-                upper = min(total + (m - n) * largest, end_total - (end - m) * smallest)
+                ns = cost_ns[base_tokens + n] + extra_ns
+                upper = min(total + (at - start) * largest, end_total - (end - at) * smallest)
                 if upper / ns >= best:
                     first = b if last < 0 else first
                     last = b
-                lower = total + (m - n) * mean
+                lower = total + (at - start) * mean
                 best = max(best, lower / ns * _CHORD_ROUNDING)
-        n, total = end, end_total
+        start, total = end, end_total
     return first, last
 
 
 @njit(cache=True, nogil=True)
 def budget_for(
     units: NDArray[np.int32],
+    num_requests: int,
     base_tokens: int,
     cost_ns: NDArray[np.float64],
     tier_end: NDArray[np.int64],
@@ -185,39 +193,48 @@ def budget_for(
 ) -> tuple[int, float]:
     """The budget n that maximises (R + S(n)) / (cost_ns[base_tokens + n] + extra_ns).
 
-    `units` [K, R] survivals; S(n) is the sum of the n best; `base_tokens` are the tokens of the
+    `units` [K, H * R] survivals of R requests in H steps; S(n) is the sum of the H * n best, over
+    H: what the n best of a step are worth. `base_tokens` are the tokens of the
     step without drafts; `tier_end` [B] is the last token count that costs as much as B tokens.
     Of equal rates the smallest n counts, filled up to the end of its tier, which is paid for: these
     tokens may have become better since. Returns n and its rate, in units a nanosecond.
     """
-    num_requests = units.shape[1]
+    num_steps = units.shape[1] // num_requests
     shift = _bin_shift(units.size)
     histogram = _histogram(units, shift)
-    num_tokens = _num_tokens(histogram)
-    base_units = num_requests * ONE
+    num_tokens = _num_tokens(histogram) // num_steps
+    base_units = num_requests * num_steps * ONE
     first, last = _candidate_bins(
-        histogram, shift, num_tokens, base_units, base_tokens, cost_ns, tier_end, extra_ns
+        histogram,
+        shift,
+        num_steps,
+        num_tokens,
+        base_units,
+        base_tokens,
+        cost_ns,
+        tier_end,
+        extra_ns,
     )
-    n, total = 0, base_units
+    at, total = 0, base_units
     for b in range(first):
-        n += histogram[b] >> _COUNT_SHIFT
+        at += histogram[b] >> _COUNT_SHIFT
         total += histogram[b] & _SUM_MASK
     scratch = np.empty(units.size, dtype=np.int32)
     count = _gather(units, ONE - (first << shift), ONE - ((last + 1) << shift) + 1, scratch)
     scratch[:count].sort()
     best, best_n = base_units / (cost_ns[base_tokens] + extra_ns), 0
-    end = n + count
-    while n < end:
-        m = min(tier_end[base_tokens + n + 1] - base_tokens, num_tokens)
-        if m > end:
+    end, n = at + count, at // num_steps
+    while n * num_steps < end:
+        n = min(tier_end[base_tokens + n + 1] - base_tokens, num_tokens)
+        if n * num_steps > end:
             break
-        while n < m:
-            total += scratch[end - n - 1]
-            n += 1
+        while at < n * num_steps:
+            total += scratch[end - at - 1]
+            at += 1
         rate = total / (cost_ns[base_tokens + n] + extra_ns)
         if rate > best * TIE_GAIN:
             best, best_n = rate, n
-    return min(tier_end[base_tokens + best_n] - base_tokens, num_tokens), best
+    return min(tier_end[base_tokens + best_n] - base_tokens, num_tokens), best / num_steps
 
 
 @njit(cache=True, nogil=True)
@@ -327,21 +344,23 @@ def plan_asynchronous(
     draft_ns: float,
     lengths: NDArray[np.int32],
 ) -> tuple[int, int, float, int, int]:
-    """The whole asynchronous plan in one call: budget from `history`, tokens from `confidence`.
+    """The whole asynchronous plan in one call: budget from `history` [H * R, K], H steps below
+    each other, tokens from `confidence` [R, K].
 
     Fills `lengths`. Returns (budget, wrong index, gain of drafting, tokens chosen, sum of their
     survivals); with a wrong value the budget says in which input, and the index where.
     """
     num_requests, num_positions = confidence.shape
-    units = np.empty((num_positions, num_requests), dtype=np.int32)
-    wrong = fill_survival(history, acceptance, num_drafts, units)
+    older = np.empty((num_positions, history.shape[0]), dtype=np.int32)
+    wrong = fill_survival(history, acceptance, num_drafts, older)
     if wrong != OK:
         return WRONG_HISTORY, wrong, 0.0, 0, 0
-    budget, rate = budget_for(units, base_tokens, cost_ns, tier_end, draft_ns)
+    budget, rate = budget_for(older, num_requests, base_tokens, cost_ns, tier_end, draft_ns)
     gain = rate * cost_ns[base_tokens] / (num_requests * ONE) - 1.0
     if gain <= 0.0 and draft_ns > 0.0:
         # These tokens are drafted already; only the cost of the next draft can still be saved.
-        budget, rate = budget_for(units, base_tokens, cost_ns, tier_end, 0.0)
+        budget, rate = budget_for(older, num_requests, base_tokens, cost_ns, tier_end, 0.0)
+    units = np.empty((num_positions, num_requests), dtype=np.int32)
     wrong = fill_survival(confidence, acceptance[:0], num_drafts, units)
     if wrong != OK:
         return WRONG_CONFIDENCE, wrong, 0.0, 0, 0
@@ -422,7 +441,7 @@ def _order_by_density(units: NDArray[np.int32], token_ns: NDArray[np.float64]) -
     i = 0
     for k in range(units.shape[0]):
         for r in range(units.shape[1]):
-            density[i] = -units[k, r] / token_ns[r] if units[k, r] >= 0 else np.inf
+            density[i] = -units[k, r] / token_ns[r % token_ns.size] if units[k, r] >= 0 else np.inf
             i += 1
     return np.argsort(density, kind="mergesort")
 
@@ -438,21 +457,24 @@ def budget_by_density(
 ) -> tuple[int, float]:
     """As `budget_for`, where a token of request r costs `kv_ns[r]` more and the tokens with the
     most survival a nanosecond, `token_ns[r]` each, come first. O(R K log(R K))."""
-    num_requests = units.shape[1]
+    num_requests = kv_ns.size
+    num_steps = units.shape[1] // num_requests
     flat = units.ravel()
     order = _order_by_density(units, token_ns)
-    total, attention_ns = num_requests * ONE, kv_ns.sum() + extra_ns
+    total, attention_ns = num_requests * ONE * num_steps, kv_ns.sum() + extra_ns
     best, best_n = total / (cost_ns[base_tokens] + attention_ns), 0
-    for n in range(1, order.size + 1):
-        i = order[n - 1]
+    for at in range(order.size):
+        i = order[at]
         if flat[i] < 0:
             break
         total += flat[i]
-        attention_ns += kv_ns[i % num_requests]
-        rate = total / (cost_ns[base_tokens + n] + attention_ns)
-        if rate > best * TIE_GAIN:
-            best, best_n = rate, n
-    return best_n, best
+        attention_ns += kv_ns[i % num_requests] / num_steps
+        n = (at + 1) // num_steps
+        if n * num_steps == at + 1:
+            rate = total / (cost_ns[base_tokens + n] + attention_ns)
+            if rate > best * TIE_GAIN:
+                best, best_n = rate, n
+    return best_n, best / num_steps
 
 
 @njit(cache=True, nogil=True)

@@ -71,7 +71,7 @@ class ContextCost:
     """[R] KV tokens of each request."""
     seconds_per_kv_token: float
     """Attention time of one verified token for each KV token of its request."""
-    fairness: float = 0.25
+    fairness: float = 0.1
     """Share of the budget, 0..1, that is given by survival alone, without regard to the context.
     At 0 the longest requests may stop speculating; at 1 they cost the others throughput."""
 
@@ -105,6 +105,15 @@ class _ContextArrays(NamedTuple):
     kv_ns: NDArray[np.float64]
     """[R] the part of it that attention over the context costs."""
     fairness: float
+
+
+class CostTable(NamedTuple):
+    """A step cost curve as the kernels read it."""
+
+    cost_ns: NDArray[np.float64]
+    """[B + 1] step time of 0..B tokens; 0 for none."""
+    tier_end: NDArray[np.int64]
+    """[B + 1] the last token count, up to B, that costs the same."""
 
 
 class _Cost(NamedTuple):
@@ -156,8 +165,9 @@ def plan_verify_lengths(
     `confidence` [R, K] in [0, 1]: probability that draft token k of request r is accepted given
     that those before it were. `num_other_tokens` are computed in the same step for requests that
     are not verified (prefill chunks).
-    `history` [R, K]: the confidences of the same requests at least two steps ago, NaN where there
-    are none; those start from `acceptance` (a number or [K]; default: the mean of the history).
+    `history` [R, K]: the confidences of the same requests two steps ago, NaN where there are none;
+    those start from `acceptance` (a number or [K]; default: the mean of the history). Several
+    steps, [H, R, K], make the budget of small batches steadier.
     `num_drafts` [R]: draft tokens that exist, where a request has fewer than K.
     `draft_seconds`: time to draft for these R requests (default: the curve's part that costs per
     request). `budget` sets the number of draft tokens instead of searching it, e.g. what an EP
@@ -229,9 +239,9 @@ def _plan_asynchronous(
         lengths,
     )
     if budget == kernels.WRONG_HISTORY:
-        raise _wrong_confidence("history", history, wrong)
+        raise _wrong_confidence("history", history, wrong, len(confidence))
     if budget == kernels.WRONG_CONFIDENCE:
-        raise _wrong_confidence("confidence", confidence, wrong)
+        raise _wrong_confidence("confidence", confidence, wrong, len(confidence))
     return _Decision(budget, gain, lengths, num_tokens, units)
 
 
@@ -354,9 +364,8 @@ def _make_cost(
     else:
         raise ValueError(f"draft_seconds is {draft_seconds}; a time is not negative")
     base_tokens = num_other_tokens + num_requests
-    max_tokens = base_tokens + num_requests * num_positions
-    cost_ns, tier_end = _cost_table(step_cost, 1 << max(max_tokens, 255).bit_length())
-    return _Cost(base_tokens, cost_ns, tier_end, draft_ns, None)
+    table = cost_table(step_cost, base_tokens + num_requests * num_positions)
+    return _Cost(base_tokens, table.cost_ns, table.tier_end, draft_ns, None)
 
 
 def _as_matrix(values: ArrayLike, name: str) -> NDArray[Any]:
@@ -367,6 +376,19 @@ def _as_matrix(values: ArrayLike, name: str) -> NDArray[Any]:
     if matrix.ndim != 2:
         raise ValueError(f"{name} has shape {matrix.shape}; it must be [requests, positions]")
     return np.ascontiguousarray(matrix)
+
+
+def _as_steps(history: ArrayLike, confidence: NDArray[Any]) -> NDArray[Any]:
+    """`history` [R, K] or [H, R, K] as [H * R, K]."""
+    steps = np.asarray(history)
+    is_right = steps.ndim in (2, 3) and steps.shape[-2:] == confidence.shape
+    if not is_right or (steps.ndim == 3 and not len(steps)):
+        raise ValueError(f"history has shape {steps.shape} and confidence {confidence.shape}")
+    if steps.size > MAX_TOKENS:
+        raise ValueError(f"history holds {steps.size} tokens; {MAX_TOKENS} are the most")
+    if steps.ndim == 3:
+        steps = steps.reshape(len(steps) * len(confidence), confidence.shape[1])
+    return _as_matrix(steps, "history")
 
 
 def _as_counts(
@@ -393,9 +415,7 @@ def _older(
     if history is None:
         matrix: NDArray[Any] = np.full_like(confidence, np.nan)
     else:
-        matrix = _as_matrix(history, "history")
-    if matrix.shape != confidence.shape:
-        raise ValueError(f"history has shape {matrix.shape} and confidence {confidence.shape}")
+        matrix = _as_steps(history, confidence)
     if acceptance is None:
         mean = _mean_confidence(matrix) if kernels.has_gaps(matrix) else _NO_ACCEPTANCE
         return None if mean is None else (matrix, mean)
@@ -434,15 +454,15 @@ def _survival(
     units = np.empty(confidence.shape[::-1], dtype=np.int32)
     wrong = kernels.fill_survival(confidence, acceptance, counts, units)
     if wrong != OK:
-        raise _wrong_confidence(name, confidence, wrong)
+        raise _wrong_confidence(name, confidence, wrong, len(confidence))
     return units
 
 
-def _wrong_confidence(name: str, values: NDArray[Any], index: int) -> ValueError:
-    request, position = divmod(index, values.shape[1])
-    value = values[request, position]
+def _wrong_confidence(name: str, values: NDArray[Any], index: int, num_requests: int) -> ValueError:
+    row, position = divmod(index, values.shape[1])
     return ValueError(
-        f"{name} of request {request} at position {position} is {value}; it must be in [0, 1]"
+        f"{name} of request {row % num_requests} at position {position} is "
+        f"{values[row, position]}; it must be in [0, 1]"
     )
 
 
@@ -466,18 +486,35 @@ def _context_arrays(
     return _ContextArrays(np.maximum(rise_ns / max_drafts + kv_ns, 1.0), kv_ns, context.fairness)
 
 
-@lru_cache(maxsize=16)
-def _cost_table(
-    step_cost: StepCostCurve, max_tokens: int
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Nanoseconds of 0..max_tokens tokens, and the last token count of each one's tier.
+def cost_table(step_cost: StepCostCurve, max_tokens: int) -> CostTable:
+    """What steps of up to `max_tokens` (and possibly more) tokens cost.
 
     Remembered for the curve, which is immutable: a table costs more than a plan.
     """
+    return _cost_table(step_cost, 1 << max(max_tokens, 255).bit_length())
+
+
+@lru_cache(maxsize=16)
+def _cost_table(step_cost: StepCostCurve, max_tokens: int) -> CostTable:
     ns = step_cost.table_ns(max_tokens)
     last_of_tier = np.flatnonzero(np.append(np.diff(ns) != 0, True))
     tier_end = last_of_tier[np.searchsorted(last_of_tier, np.arange(max_tokens + 1))]
     cost_ns = ns.astype(np.float64)
     for array in (cost_ns, tier_end):
         array.flags.writeable = False
-    return cost_ns, tier_end
+    return CostTable(cost_ns, tier_end)
+
+
+def survival_units(history: ArrayLike, *, acceptance: ArrayLike | None = None) -> NDArray[np.int32]:
+    """Return the survivals [K, R] of confidences [R, K], in units of 2**-30 (rounded down).
+
+    NaN is replaced by `acceptance`, by default the mean of the others. Raises ValueError where
+    nothing is known, or for what is not in [0, 1].
+    """
+    matrix = _as_matrix(history, "history")
+    if not matrix.size:
+        return np.zeros(matrix.shape[::-1], dtype=np.int32)
+    older = _older(matrix, acceptance, matrix)
+    if older is None:
+        raise ValueError("history holds only NaN and no acceptance was given")
+    return _survival("history", matrix, _NO_COUNTS, older[1])
