@@ -278,7 +278,13 @@ def controller_settings(config: Config, *, process_tag: int) -> ControllerSettin
         request_cost_ns=request_ns,
         kv_token_cost_ns=kv_token_ns,
         router_index=process_tag % 1_024 if index is None else index,
-        progress=ProgressLimits(),
+        handoff_deadline_ns=int(config.faults.handoff_deadline_s * S),
+        progress=ProgressLimits(
+            decode_timeout_ns=int(config.faults.decode_timeout_s * S),
+            prefill_timeout_ns=int(config.faults.prefill_timeout_s * S),
+            prefill_token_ns=int(config.faults.prefill_token_cost_us * 1e3),
+            stream_timeout_ns=int(config.faults.stream_timeout_s * S),
+        ),
         is_validating=config.debug.validate,
     )
 

@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import Protocol
 
 import structlog
+from sortedcontainers import SortedList
 
 from dsched.clock import Clock
 from dsched.controller.cluster import Cluster, EngineRecord, PoolSpec
@@ -90,6 +91,8 @@ class ControllerSettings:
     """Wait for room, after which a request goes to the least loaded rank, room or not."""
     queue_timeout_ns: int = 120_000_000_000
     """Wait for any rank at all, after which a request ends with 503."""
+    handoff_deadline_ns: int = 60_000_000_000
+    """The same for a request that lost its engine in the middle of its answer."""
     request_cost_ns: float = 200_000.0
     kv_token_cost_ns: float = 26.0
     router_index: int = 0
@@ -214,7 +217,9 @@ class Controller:
         self._events: list[Event] = []
         self._runs: dict[RequestId, RequestRun] = {}
         self._waiting: dict[RequestId, RequestRun] = {}
-        """Runs that no rank has, by age; the routers hold them between ticks."""
+        """Runs that no rank has; the routers hold them between ticks."""
+        self._deadlines: SortedList[tuple[int, RequestId]] = SortedList()
+        """When each of them has waited too long."""
         self._running: dict[AttemptId, RequestRun] = {}
         """Runs that an engine computes now, by attempt."""
         self._unplanned: list[RequestRun] = []
@@ -549,7 +554,12 @@ class Controller:
         """Let a run wait for this tick's plan, and longer if no rank has room."""
         run.phase = Phase.WAITING
         run.attempt = None
+        limit_ns = self.settings.queue_timeout_ns
+        if run.num_handoffs:
+            limit_ns = self.settings.handoff_deadline_ns
+        run.deadline_ns = self._clock.now_ns() + limit_ns
         self._waiting[run.request.request_id] = run
+        self._deadlines.add((run.deadline_ns, run.request.request_id))
         self._unplanned.append(run)
 
     def _apply_attempt_lost(self, event: AttemptLost) -> None:
@@ -711,7 +721,7 @@ class Controller:
         run.phase = Phase.RUNNING
         run.dispatch_ns = now_ns
         run.num_attempt_tokens = 0
-        del self._waiting[request.request_id]
+        self._stop_waiting(run)
         self._running[attempt_id] = run
         if self._watch is not None:
             self._watch.begin(
@@ -871,7 +881,7 @@ class Controller:
         self._stop_watching(run)
         run.phase = Phase.ENDED
         del self._runs[request_id]
-        if self._waiting.pop(request_id, None) is not None:
+        if self._stop_waiting(run):
             run.router.drop_held(request_id)
         self._journal.finish(request_id, reason=outcome.value)
         self._count(run.request.model, outcome)
@@ -892,13 +902,17 @@ class Controller:
     def _end_unroutable(self, run: RequestRun, decision: RoutingDecision) -> None:
         self._end_with_error(run, _error_unroutable(run, decision.reason))
 
+    def _stop_waiting(self, run: RequestRun) -> bool:
+        request_id = run.request.request_id
+        if self._waiting.pop(request_id, None) is None:
+            return False
+        self._deadlines.remove((run.deadline_ns, request_id))
+        return True
+
     def _end_overdue(self, now_ns: int) -> None:
-        """End what has waited too long for any rank, oldest first."""
-        deadline_ns = now_ns - self.settings.queue_timeout_ns
-        while self._waiting:
-            run = next(iter(self._waiting.values()))
-            if run.time_ns > deadline_ns:
-                return
+        """End what has waited too long for any rank."""
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            run = self._waiting[self._deadlines[0][1]]
             self._end_with_error(run, _error_no_engine(run.request.model))
 
     def _set_timer(self) -> None:
@@ -908,9 +922,8 @@ class Controller:
             for router in self._routers.values()
             if (expiry_ns := router.next_hold_expiry_ns()) is not None
         ]
-        if self._waiting:
-            oldest = next(iter(self._waiting.values()))
-            times.append(oldest.time_ns + self.settings.queue_timeout_ns)
+        if self._deadlines:
+            times.append(self._deadlines[0][0])
         now_ns = self._clock.now_ns()
         if self._watch is not None and (due_ns := self._watch.next_sweep_ns(now_ns)) is not None:
             times.append(due_ns)
@@ -943,6 +956,10 @@ class Controller:
                     f"request {request_id}: phase {run.phase.name} is not its place"
                 )
         num_held = sum(router.num_held for router in self._routers.values())
+        if len(self._deadlines) != len(self._waiting):
+            raise InvariantError(
+                f"{len(self._deadlines)} deadlines for {len(self._waiting)} waiting requests"
+            )
         if num_held != len(self._waiting):
             raise InvariantError(f"{num_held} requests are held, {len(self._waiting)} wait")
 

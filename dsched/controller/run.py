@@ -68,6 +68,7 @@ class RequestRun:
         "_journal",
         "_owner",
         "attempt",
+        "deadline_ns",
         "dispatch_ns",
         "excluded_ranks",
         "expected_token_ids",
@@ -113,6 +114,8 @@ class RequestRun:
         """When the loss of its attempt was noticed; `None` again once a new token comes."""
         self.dispatch_ns = time_ns
         """When its attempt was handed out."""
+        self.deadline_ns = time_ns
+        """When it has waited too long; counts while it waits."""
         self.phase = Phase.WAITING
         self.attempt: Attempt | None = None
         self.num_attempts = 0

@@ -598,6 +598,28 @@ def test_a_request_without_any_engine_ends_after_the_queue_timeout() -> None:
     assert heard.error.status == 503
 
 
+def test_a_long_answer_that_loses_its_engine_gets_the_whole_handoff_deadline() -> None:
+    """The wait counts from the loss, not from the arrival."""
+    settings = ControllerSettings(
+        queue_timeout_ns=30 * SECOND_NS, handoff_deadline_ns=60 * SECOND_NS, is_validating=True
+    )
+    (engine,) = engines(1)
+    bench = Bench(engine, settings=settings)
+    heard = bench.ask("r")
+    bench.controller.tick()
+    engine.emit(1)
+    bench.wait(3_600 * SECOND_NS)
+    engine.go_down()
+    engine.fail(EngineUnreachableError("killed"))
+    bench.controller.tick()
+
+    bench.wait(59 * SECOND_NS)
+    assert not heard.ends
+    bench.wait(SECOND_NS)
+
+    assert heard.error.status == 503
+
+
 @pytest.mark.parametrize("engine_id", ["e0", "nobody"])
 def test_reports_correct_the_ledger_or_are_counted(engine_id: str) -> None:
     """Load that dsched did not send shows up; an unknown engine's report is dropped."""
