@@ -11,7 +11,14 @@ after taking it is least:
 
 Policies that watch one of the two signals break on some workload: counting requests ignores one
 huge prompt (vllm-project/vllm#40795), counting tokens ignores many short ones and did worse than
-round robin on reasoning traffic. What b and c are is in `calibration`.
+round robin on reasoning traffic. b and c start as given and are corrected by reported step times
+(`calibration`).
+
+Where the ranks step together (`is_synchronised`, one EP group) a rank that stays below what the
+longest running request costs by itself slows nobody. So of the ranks that stay below that level
+the *fullest* takes the request, and the emptier ones are kept for what is hard to place. On agentic
+traffic (five requests a rank, single ones of 0.9M tokens) this lifts placement from 78 to 86 % of
+the fluid bound; where requests are many and alike it changes nothing.
 
 Only ranks with room are eligible. When none has room the request is held here and takes the first
 room anywhere (`holding`). When nothing at all is up, suspect ranks are used: a lost report channel
@@ -34,10 +41,12 @@ from numpy.typing import NDArray
 
 from dsched.drivers.wire import RankReport
 from dsched.errors import InvariantError
-from dsched.ids import RankId
+from dsched.ids import EngineId, RankId
 from dsched.routing import kernels as k
+from dsched.routing.calibration import EngineSteps
 from dsched.routing.holding import HeldRequest, HoldQueue
 from dsched.routing.ledger import LoadLedger, RankLoad, RankState, ReportOutcome
+from dsched.routing.longest import LongestBooking
 
 DEFAULT_REQUEST_NS = 200_000.0
 """b before calibration: 0.2 ms for each running request (assumed, see docs/routing.md)."""
@@ -49,6 +58,9 @@ the client's own timeout."""
 DEFAULT_MAX_HOLD_NS = 10_000_000_000
 """Longest wait at the router. Shorter: requests are bound to full ranks again. Longer: a long
 prompt can be overtaken by short ones for longer."""
+
+DEFAULT_BASE_NS = 15_000_000.0
+"""a before calibration: 15 ms. It never changes a choice, only what calibration explains by it."""
 
 _NOTHING_EXCLUDED: NDArray[np.int64] = np.empty(0, np.int64)
 _NOTHING_EXCLUDED.flags.writeable = False
@@ -131,20 +143,39 @@ class DecodeRouter:
         self,
         *,
         router_index: int = 0,
+        is_synchronised: bool = False,
+        calibrates: bool = True,
+        base_ns: float = DEFAULT_BASE_NS,
         request_ns: float = DEFAULT_REQUEST_NS,
         kv_token_ns: float = DEFAULT_KV_TOKEN_NS,
         kv_headroom_fraction: float = 0.0,
         max_held_requests: int = DEFAULT_MAX_HELD_REQUESTS,
         max_hold_ns: int = DEFAULT_MAX_HOLD_NS,
+        gather_ns: int = 0,
     ) -> None:
-        """`router_index` is this router's number among the routers over the same engines."""
+        """Make a router without ranks.
+
+        `router_index` is this router's number among the routers over the same engines.
+        `is_synchronised`: all ranks belong to one EP group. `calibrates`: learn the prices from
+        reports. `gather_ns`: how long a request that would by itself stretch every step of a
+        synchronised group is held to run together with others like it; 0 turns it off. Worth 2
+        points on agentic traffic with migration, paid by those requests' first token.
+        """
         if router_index < 0:
             raise ValueError(f"router_index is {router_index}; it must not be negative")
         self.ledger = LoadLedger(kv_headroom_fraction=kv_headroom_fraction)
+        if gather_ns < 0:
+            raise ValueError(f"gather_ns is {gather_ns}; it must not be negative")
         self._held = HoldQueue(max_held_requests=max_held_requests, max_hold_ns=max_hold_ns)
+        self._is_synchronised = is_synchronised
+        self._gather_ns = gather_ns
+        self._longest = LongestBooking(self.ledger)
         self._tie_offset = router_index
+        self._base_ns = base_ns
         self._request_ns = request_ns
         self._kv_token_ns = kv_token_ns
+        self._calibrates = calibrates
+        self._calibration: dict[EngineId, EngineSteps] = {}
         self._prices: NDArray[np.float64] = np.zeros((3, 0))
         self.set_prices(request_ns=request_ns, kv_token_ns=kv_token_ns)
         self.num_decisions: dict[RoutingReason, int] = dict.fromkeys(RoutingReason, 0)
@@ -163,7 +194,7 @@ class DecodeRouter:
         if self._prices.shape[1] < self.ledger.num_ranks:
             old = self._prices
             self._prices = np.empty((3, self.ledger.table.shape[1]))
-            self._prices[k.BASE_NS] = 0.0
+            self._prices[k.BASE_NS] = self._base_ns
             self._prices[k.REQUEST_NS] = self._request_ns
             self._prices[k.KV_TOKEN_NS] = self._kv_token_ns
             self._prices[:, : old.shape[1]] = old
@@ -226,6 +257,8 @@ class DecodeRouter:
 
     def pick(self, request: RoutingRequest, now_ns: int) -> RoutingDecision:  # noqa: ARG002
         """Choose a rank for a request that has just arrived."""
+        if request.num_prompt_tokens > self._gather_limit_tokens():
+            return self._hold_if_possible(request)
         return self._pick(
             num_prompt_tokens=request.num_prompt_tokens,
             num_wanted_tokens=request.num_prompt_tokens + request.num_reserved_tokens,
@@ -243,8 +276,10 @@ class DecodeRouter:
             decision = self._pick_held(expired, ignore_room=True)
             if decision.reason is not RoutingReason.NO_RANK_UP:
                 return _held_decision(expired, decision)
-        room = {pin: self._largest_room(pin) for pin in self._held.pins()}
-        for held in self._held.candidates(room):
+        limit = self._gather_limit_tokens()
+        gathered = self._held.longer_than(limit, held_before_ns=now_ns - self._gather_ns)
+        room = {pin: min(self._largest_room(pin), limit) for pin in self._held.pins()}
+        for held in (*gathered, *self._held.candidates(room)):
             decision = self._pick_held(held, ignore_room=False)
             if decision.rank is not None:
                 return _held_decision(held, decision)
@@ -271,6 +306,8 @@ class DecodeRouter:
         """Count a request that is being sent to `rank`; takes it out of the held ones."""
         self.ledger.book(rank, request_key, num_prompt_tokens=num_prompt_tokens)
         self._held.remove(request_key, is_served=True)
+        if self._is_synchronised:
+            self._longest.add(request_key)
         self._tie_offset += 1
 
     def hold(self, request: RoutingRequest, request_key: Hashable, now_ns: int) -> bool:
@@ -285,9 +322,13 @@ class DecodeRouter:
             now_ns=now_ns,
         )
 
-    def drop_held(self, request_key: Hashable) -> bool:
-        """Forget a held request (its client left); `False` if it is not held."""
-        return self._held.remove(request_key)
+    def drop_held(self, request_key: Hashable, *, is_served: bool = False) -> bool:
+        """Forget a held request (its client left); `False` if it is not held.
+
+        `is_served` when it goes to a rank under another key: its tenant is charged for it. `book`
+        with the key under which it was held does the same.
+        """
+        return self._held.remove(request_key, is_served=is_served)
 
     def add_tokens(self, request_key: Hashable, num_tokens: int) -> None:
         """Grow a booked request by emitted tokens; unknown keys are ignored."""
@@ -307,7 +348,10 @@ class DecodeRouter:
         Never raises for what a report says: a bad one is dropped and counted in
         `ledger.num_reports`.
         """
-        return self.ledger.apply_report(rank, report, now_ns)
+        outcome = self.ledger.apply_report(rank, report, now_ns)
+        if self._calibrates and rank is not None and outcome is ReportOutcome.APPLIED:
+            self._calibrate(rank, report)
+        return outcome
 
     def validate(self) -> None:
         """Check every sum against what it sums. O(D + R + Q)."""
@@ -319,6 +363,19 @@ class DecodeRouter:
             )
 
     # ---- inside
+
+    def _calibrate(self, rank: int, report: RankReport) -> None:
+        """Learn from a step of an engine, once a step, and use what was learned for its ranks."""
+        engine_id = self.ledger.rank_id(rank).engine_id
+        steps = self._calibration.get(engine_id)
+        if steps is None:
+            steps = self._calibration[engine_id] = EngineSteps(
+                base_ns=self._base_ns, request_ns=self._request_ns, kv_token_ns=self._kv_token_ns
+            )
+        prices = steps.apply_report(rank, report)
+        if prices is not None:
+            for member in steps.ranks:
+                self._prices[:, member] = prices
 
     def _pick_held(self, held: HeldRequest, *, ignore_room: bool) -> RoutingDecision:
         return self._pick(
@@ -343,6 +400,7 @@ class DecodeRouter:
             return RoutingDecision(rank=None, reason=RoutingReason.NO_RANK_UP)
         dp_rank = k.ANY_DP_RANK if pinned_dp_rank is None else pinned_dp_rank
         excluded = np.array(excluded_ranks, np.int64) if excluded_ranks else _NOTHING_EXCLUDED
+        level_tokens = self._longest.num_tokens() if self._is_synchronised else 0
         for max_state in (k.UP, k.SUSPECT):
             rank, cost_ns, num_usable, num_large_enough, num_with_room = k.pick_rank(
                 self.ledger.table,
@@ -354,6 +412,7 @@ class DecodeRouter:
                 excluded,
                 self._tie_offset % num_ranks,
                 max_state,
+                level_tokens,
                 ignore_room,
             )
             if num_usable:
@@ -370,6 +429,29 @@ class DecodeRouter:
         if num_large_enough == 0:
             return RoutingDecision(rank=None, reason=RoutingReason.TOO_LARGE)
         return RoutingDecision(rank=None, reason=RoutingReason.QUEUED)
+
+    def _hold_if_possible(self, request: RoutingRequest) -> RoutingDecision:
+        """`QUEUED` for a request to gather, unless it could not be placed anyway."""
+        decision = self._pick(
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_wanted_tokens=0,
+            pinned_dp_rank=request.pinned_dp_rank,
+            excluded_ranks=request.excluded_ranks,
+            ignore_room=True,
+        )
+        if decision.rank is None:
+            return decision
+        return RoutingDecision(rank=None, reason=RoutingReason.QUEUED)
+
+    def _gather_limit_tokens(self) -> int:
+        """Prompts longer than this would stretch every step of the group by themselves."""
+        if not self._gather_ns or not self._is_synchronised:
+            return k.NO_LIMIT_TOKENS
+        return int(
+            k.level_tokens(
+                self.ledger.table, self._prices, self.ledger.num_ranks, self._longest.num_tokens()
+            )
+        )
 
     def _why_no_rank(self, pinned_dp_rank: int | None) -> RoutingReason:
         if pinned_dp_rank is None:

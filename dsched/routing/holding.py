@@ -20,10 +20,14 @@ O(tenants * log Q).
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from sortedcontainers import SortedKeyList
 
 from dsched.errors import InvariantError
+
+MAX_SCAN = 64
+"""Oldest requests looked at for those that were gathered for long enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +144,16 @@ class HoldQueue:
         if not self._held:
             return None
         return next(iter(self._held.values())).held_ns + self._max_hold_ns
+
+    def longer_than(self, num_tokens: int, *, held_before_ns: int) -> list[HeldRequest]:
+        """Requests with longer prompts that were held by then, oldest first, at most `MAX_SCAN`."""
+        found = []
+        for held in islice(self._held.values(), MAX_SCAN):
+            if held.held_ns > held_before_ns:
+                break
+            if held.num_prompt_tokens > num_tokens:
+                found.append(held)
+        return found
 
     def pins(self) -> list[int | None]:
         """The distinct pins that are waited for, no pin first."""

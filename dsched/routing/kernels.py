@@ -5,7 +5,7 @@ Each has a plain numpy twin with the same answers in `tests/reference/routing_de
 The load of all ranks is one int64 table of shape [NUM_ROWS, D], so that a call passes one array
 and a choice reads each row once. Row numbers are the constants below.
 
-All choices are total: least cost first, then the rank that comes first when counting from
+All choices are total: by cost first, then the rank that comes first when counting from
 `tie_offset` and wrapping around. Costs are compared exactly; equal loads give equal costs.
 """
 
@@ -42,6 +42,8 @@ REQUEST_NS = 1
 """b: what one more running request adds to a step."""
 KV_TOKEN_NS = 2
 """c: what one more KV token adds to a step."""
+
+NO_LIMIT_TOKENS = 1 << 62
 
 NO_RANK = -1
 ANY_DP_RANK = -1
@@ -83,15 +85,21 @@ def pick_rank(
     excluded: NDArray[np.int64],
     tie_offset: int,
     max_state: int,
+    level_tokens: int,
     ignore_room: bool,  # noqa: FBT001  compiled functions take no keyword-only arguments
 ) -> tuple[int, float, int, int, int]:
-    """Choose the eligible rank with the least cost after adding the request. O(D).
+    """Choose an eligible rank by its cost after adding the request. O(D).
+
+    The fullest of those that cost at most what a lone request of `level_tokens` costs; if there is
+    none (always with 0), the one with the least cost.
 
     Returns (rank or NO_RANK, cost in ns, ranks that may be used, those whose whole KV could hold
     the request, those with room now).
     """
     best = NO_RANK
     best_cost = np.inf
+    fullest = NO_RANK
+    fullest_cost = -1.0
     num_usable = 0
     num_large_enough = 0
     num_with_room = 0
@@ -121,6 +129,13 @@ def pick_rank(
         if cost < best_cost:
             best = rank
             best_cost = cost
+        if level_tokens and cost > fullest_cost:
+            level = prices[REQUEST_NS, rank] + prices[KV_TOKEN_NS, rank] * level_tokens
+            if cost <= level:
+                fullest = rank
+                fullest_cost = cost
+    if fullest != NO_RANK:
+        return fullest, fullest_cost, num_usable, num_large_enough, num_with_room
     return best, best_cost, num_usable, num_large_enough, num_with_room
 
 
@@ -142,3 +157,31 @@ def largest_room(table: NDArray[np.int64], num_ranks: int, dp_rank: int, max_sta
             room = table[KV_CAPACITY, rank]
         largest = max(largest, room)
     return largest
+
+
+@njit(cache=True, nogil=True)
+def level_tokens(
+    table: NDArray[np.int64], prices: NDArray[np.float64], num_ranks: int, longest_tokens: int
+) -> int:
+    """Return the prompt whose cost alone is the mean cost of up ranks, or `longest_tokens` if more.
+
+    A request up to that length does not have to stretch the group's step. With less than one
+    request a rank there is nobody to slow down, so no limit. O(D).
+    """
+    total = 0.0
+    num_running = 0
+    request_ns = 0.0
+    kv_token_ns = 0.0
+    num_up = 0
+    for rank in range(num_ranks):
+        if table[STATE, rank] != UP:
+            continue
+        num_up += 1
+        num_running += table[OWN_RUNNING, rank] + table[OTHER_RUNNING, rank]
+        total += prices[REQUEST_NS, rank] * (table[OWN_RUNNING, rank] + table[OTHER_RUNNING, rank])
+        total += prices[KV_TOKEN_NS, rank] * (table[OWN_KV, rank] + table[OTHER_KV, rank])
+        request_ns += prices[REQUEST_NS, rank]
+        kv_token_ns += prices[KV_TOKEN_NS, rank]
+    if num_running < num_up or kv_token_ns <= 0.0:
+        return NO_LIMIT_TOKENS
+    return max(longest_tokens, int((total - request_ns) / kv_token_ns))

@@ -1,7 +1,6 @@
 """Which rank a request goes to, and what is said when there is none."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ def rank_name(index: int) -> RankId:
 
 
 def make_router(
-    num_ranks: int, *, kv: int = 1_000_000, running: int = 256, **kwargs: Any
+    num_ranks: int, *, kv: int = 1_000_000, running: int = 256, **kwargs: object
 ) -> DecodeRouter:
     router = DecodeRouter(**kwargs)
     for index in range(num_ranks):
@@ -23,7 +22,9 @@ def make_router(
     return router
 
 
-def send(router: DecodeRouter, key: str, tokens: int, now_ns: int = 0, **kwargs: Any) -> int | None:
+def send(
+    router: DecodeRouter, key: str, tokens: int, now_ns: int = 0, **kwargs: object
+) -> int | None:
     """Pick and book as the controller does; hold when it says so."""
     request = RoutingRequest(num_prompt_tokens=tokens, **kwargs)
     decision = router.pick(request, now_ns)

@@ -1,0 +1,228 @@
+"""Learn a, b and c of the decode step from the step times that ranks report.
+
+    step = a + b * running + c * KV tokens        of the slowest rank of a group
+
+Wrong prices cost throughput: c off by a factor of four loses 1 to 7 points, depending on traffic.
+So the prices that routing starts with only have to be roughly right. A factor for each of the three
+is fitted to the latest steps by least squares of the relative error, old steps weighing less and
+less, and held to 1 where the load does not vary enough to tell the parts apart.
+
+In a synchronised group every rank reports the time of the slowest one. The sample is therefore
+attributed to the rank that is costliest by the prices learned so far. Alternating between "who is
+slowest" and "what explains it" is the usual way to fit a maximum of lines; the first answers are
+forgotten faster, since they were attributed by prices that were wrong.
+
+Steps that say nothing are left out and counted: not finite or not positive, more than
+`MAX_RELATIVE_ERROR` off once calibrated (a pause, not a price) unless several in a row agree.
+Factors stay within [1/50, 50]: no part of the cost ever becomes free.
+
+State: mutable, owned by one router. O(D) a step.
+"""
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from dsched.drivers.wire import RankReport
+from dsched.routing.kernels import BASE_NS, KV_TOKEN_NS, REQUEST_NS
+
+FORGETTING = 0.9997
+"""Weight of a step against the next: a memory of some 3 000 steps, minutes. Lower: follows noise
+where the load hardly varies. Higher: slow to follow a change."""
+RELATIVE_NOISE = 0.02
+"""Expected scatter of a step's time."""
+PRIOR_DEVIATIONS = (0.3, 0.3, 2.0)
+"""How far a, b and c may be from the start without evidence. In a level group a and b are hard to
+tell apart (every rank runs about as many requests), so they hold to what they were; c differs most
+between models and is the one that is worth learning."""
+MIN_FACTOR = 0.02
+MAX_FACTOR = 50.0
+MAX_RELATIVE_ERROR = 0.5
+OUTLIERS_IN_A_ROW = 5
+MIN_STEPS = 50
+"""Steps before the learned prices are used and outliers are judged."""
+SOLVE_EVERY = 25
+"""Steps between two fits."""
+NUM_EARLY_FITS = 8
+EARLY_KEPT = 0.8
+"""Share of what was seen that is kept after each of the early fits."""
+
+
+@njit(cache=True, nogil=True)
+def learn_step(
+    sums: NDArray[np.float64],
+    targets: NDArray[np.float64],
+    parts: NDArray[np.float64],
+    measured: float,
+) -> None:
+    """Add a step to the normal equations `sums` [3, 3], `targets` [3], in place. O(1).
+
+    `parts` [3] are a, b * running and c * KV tokens at factor 1.
+    """
+    for row in range(3):
+        targets[row] = FORGETTING * targets[row] + parts[row] / measured
+        for column in range(3):
+            sums[row, column] = (
+                FORGETTING * sums[row, column] + parts[row] * parts[column] / measured / measured
+            )
+
+
+@njit(cache=True, nogil=True)
+def fit_factors(
+    sums: NDArray[np.float64], targets: NDArray[np.float64], factors: NDArray[np.float64]
+) -> None:
+    """Solve for `factors` [3] within their limits, in place: one that would leave them is fixed
+    at the limit and the others are solved again. O(1)."""
+    is_fixed = np.zeros(3, np.bool_)
+    for _ in range(4):
+        system = np.zeros((3, 3))
+        right = np.zeros(3)
+        for row in range(3):
+            if is_fixed[row]:
+                system[row, row] = 1.0
+                right[row] = factors[row]
+                continue
+            hold = (RELATIVE_NOISE / PRIOR_DEVIATIONS[row]) ** 2
+            right[row] = targets[row] + hold
+            for column in range(3):
+                if is_fixed[column]:
+                    right[row] -= sums[row, column] * factors[column]
+                else:
+                    system[row, column] = sums[row, column]
+            system[row, row] += hold
+        solved = np.linalg.solve(system, right)
+        worst = -1
+        worst_excess = 0.0
+        for row in range(3):
+            if not is_fixed[row]:
+                excess = max(MIN_FACTOR - solved[row], solved[row] / MAX_FACTOR - 1.0)
+                if excess > worst_excess:
+                    worst = row
+                    worst_excess = excess
+        if worst < 0:
+            factors[:] = solved
+            return
+        factors[worst] = MIN_FACTOR if solved[worst] < MIN_FACTOR else MAX_FACTOR
+        is_fixed[worst] = True
+
+
+@njit(cache=True, nogil=True)
+def fit_if_due(
+    sums: NDArray[np.float64],
+    targets: NDArray[np.float64],
+    factors: NDArray[np.float64],
+    num_steps: int,
+) -> None:
+    """Fit every `SOLVE_EVERY` steps; after early fits forget some."""
+    if num_steps % SOLVE_EVERY:
+        return
+    fit_factors(sums, targets, factors)
+    if num_steps <= NUM_EARLY_FITS * SOLVE_EVERY:
+        sums *= EARLY_KEPT
+        targets *= EARLY_KEPT
+
+
+class StepPrices:
+    """Prices a, b, c of one kind of rank, corrected while in use."""
+
+    def __init__(self, *, base_ns: float, request_ns: float, kv_token_ns: float) -> None:
+        start = np.array([base_ns, request_ns, kv_token_ns], np.float64)
+        if not np.isfinite(start).all() or start.min() < 0.0 or start[1:].max() <= 0.0:
+            raise ValueError(
+                f"prices {start.tolist()} must be finite and not negative, and b or c positive"
+            )
+        self._start = start
+        self._factors = np.ones(3)
+        self._sums = np.zeros((3, 3))
+        self._targets = np.zeros(3)
+        self._outliers = 0
+        self.num_steps = 0
+        """Steps learned from."""
+        self.num_skipped = 0
+        """Steps left out: impossible times and outliers."""
+
+    @property
+    def prices(self) -> NDArray[np.float64]:
+        """[3] a, b, c in ns: as started until `MIN_STEPS` steps were seen."""
+        if self.num_steps < MIN_STEPS:
+            return self._start.copy()
+        return self._start * self._factors
+
+    def observe(
+        self, *, step_ns: float, num_running: NDArray[np.int64], num_kv_tokens: NDArray[np.int64]
+    ) -> bool:
+        """Learn from a step of a group of D ranks with `num_running` [D], `num_kv_tokens` [D].
+
+        Returns whether the step was used. Never raises for a time that cannot be.
+        """
+        if not (np.isfinite(step_ns) and step_ns > 0.0) or len(num_running) == 0:
+            self.num_skipped += 1
+            return False
+        now = self._start * self._factors
+        costs = now[REQUEST_NS] * num_running + now[KV_TOKEN_NS] * num_kv_tokens
+        slowest = int(np.argmax(costs))
+        parts = self._start.copy()
+        parts[REQUEST_NS] *= num_running[slowest]
+        parts[KV_TOKEN_NS] *= num_kv_tokens[slowest]
+        if self._is_outlier(step_ns, float(now[BASE_NS] + costs[slowest])):
+            self.num_skipped += 1
+            return False
+        learn_step(self._sums, self._targets, parts, step_ns)
+        self.num_steps += 1
+        fit_if_due(self._sums, self._targets, self._factors, self.num_steps)
+        return True
+
+    def _is_outlier(self, step_ns: float, predicted_ns: float) -> bool:
+        if self.num_steps < MIN_STEPS:
+            return False
+        if abs(step_ns - predicted_ns) <= MAX_RELATIVE_ERROR * predicted_ns:
+            self._outliers = 0
+            return False
+        self._outliers += 1
+        return self._outliers < OUTLIERS_IN_A_ROW
+
+
+class EngineSteps:
+    """Turns the reports of one engine's ranks into observed steps of the group.
+
+    A step is learned from once, by the first report that shows it, with the latest load of each
+    rank. Steps with prompt tokens in them are left out: they cost what prefill costs.
+    """
+
+    def __init__(self, *, base_ns: float, request_ns: float, kv_token_ns: float) -> None:
+        self._prices = StepPrices(base_ns=base_ns, request_ns=request_ns, kv_token_ns=kv_token_ns)
+        self._position: dict[int, int] = {}
+        self._running = np.zeros(0, np.int64)
+        self._kv = np.zeros(0, np.int64)
+        self._has_prefill = np.zeros(0, np.bool_)
+        self._incarnation = ""
+        self._last_step = -1
+
+    @property
+    def ranks(self) -> list[int]:
+        """Rank numbers that have reported, in order of their first report."""
+        return list(self._position)
+
+    def apply_report(self, rank: int, report: RankReport) -> NDArray[np.float64] | None:
+        """Learn from a report; return the prices [3] if they are calibrated."""
+        position = self._position.get(rank)
+        if position is None:
+            position = self._position[rank] = len(self._position)
+            self._running = np.append(self._running, 0)
+            self._kv = np.append(self._kv, 0)
+            self._has_prefill = np.append(self._has_prefill, False)
+        self._running[position] = report.num_running
+        self._kv[position] = report.num_kv_tokens
+        self._has_prefill[position] = report.num_waiting_prefill_tokens > 0
+        if report.incarnation != self._incarnation:
+            self._incarnation = report.incarnation
+            self._last_step = -1
+        if report.step <= self._last_step or report.step_ns == 0 or report.num_running == 0:
+            return None
+        self._last_step = report.step
+        if self._has_prefill.any():
+            return None
+        self._prices.observe(
+            step_ns=float(report.step_ns), num_running=self._running, num_kv_tokens=self._kv
+        )
+        return self._prices.prices if self._prices.num_steps >= MIN_STEPS else None
