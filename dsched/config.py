@@ -24,8 +24,18 @@ ENVIRONMENT_PREFIX = "DSCHED_"
 BUILTIN_ROUTING_POLICIES = ("two_term", "least_requests", "least_kv")
 """Routing policies that need no `module:Class`."""
 
-AGENT_VARIABLES = ("DSCHED_ENDPOINT", "DSCHED_ENGINE_ID", "DSCHED_AGENT_QUEUE")
-"""Variables that an agent inside an engine reads; they are not config keys."""
+CONFIG_FILE_VARIABLE = "DSCHED_CONFIG"
+"""Names the configuration file where no `-c` does."""
+
+OTHER_VARIABLES = (
+    CONFIG_FILE_VARIABLE,
+    "DSCHED_ENDPOINT",
+    "DSCHED_ENGINE_ID",
+    "DSCHED_AGENT_QUEUE",
+    "DSCHED_SHARED",
+)
+"""Variables that are no config keys: the file, what an agent inside an engine reads, and where
+tests and benchmarks look for data."""
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 """TCP port; 0 lets the system choose a free one, which the log then names."""

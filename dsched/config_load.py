@@ -14,12 +14,13 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from dsched.config import AGENT_VARIABLES, ENVIRONMENT_PREFIX, Config, Section
+from dsched.config import ENVIRONMENT_PREFIX, OTHER_VARIABLES, Config, Section
 from dsched.config_checks import check_config
 from dsched.config_yaml import parse_yaml
 from dsched.errors import ConfigError
@@ -131,13 +132,14 @@ def parse_config(text: str) -> Config:
     return _convert(layers, where=None).config
 
 
+@cache
 def config_keys() -> tuple[Key, ...]:
     """Return every key, in the order of the fields."""
     return tuple(_keys_of(Config, ()))
 
 
 def _keys_of(section: type[Section], prefix: tuple[str, ...]) -> Iterator[Key]:
-    hints = get_type_hints(section, include_extras=True)
+    hints = _hints_of(section)
     for field in msgspec.structs.fields(section):
         path = (*prefix, field.name)
         hint = hints[field.name]
@@ -190,7 +192,7 @@ class _Layers:
     def read_environment(self, environment: Mapping[str, str]) -> None:
         keys = {key.variable: key for key in config_keys()}
         for variable, text in environment.items():
-            if variable in AGENT_VARIABLES or not variable.startswith(ENVIRONMENT_PREFIX):
+            if variable in OTHER_VARIABLES or not variable.startswith(ENVIRONMENT_PREFIX):
                 continue
             key = keys.get(variable)
             if key is None:
@@ -273,6 +275,11 @@ def bare_type(hint: object) -> object:
     return hint
 
 
+@cache
+def _hints_of(section: type[Section]) -> Mapping[str, object]:
+    return get_type_hints(section, include_extras=True)
+
+
 def _is_union(hint: object) -> bool:
     return get_origin(hint) in (Union, types.UnionType)
 
@@ -285,7 +292,7 @@ def _children(value: object, hint: object, path: str) -> Iterator[tuple[str, obj
     """The (path, value, type) of every part of `value` that its type knows."""
     bare = bare_type(hint)
     if _is_section(bare) and isinstance(value, dict):
-        hints = get_type_hints(bare, include_extras=True)
+        hints = _hints_of(bare)
         for name, part in value.items():
             if name in hints:
                 yield f"{path}.{name}", part, hints[name]
@@ -312,7 +319,7 @@ def _without_nulls(value: object, hint: object) -> object:
     """Drop the keys of sections whose value is null: they mean the default."""
     bare = bare_type(hint)
     if _is_section(bare) and isinstance(value, dict):
-        hints = get_type_hints(bare, include_extras=True)
+        hints = _hints_of(bare)
         return {
             name: _without_nulls(part, hints.get(name, object))
             for name, part in value.items()
@@ -329,7 +336,7 @@ def _check_known(value: object, hint: object, path: str, layers: _Layers) -> Non
     """Refuse a key that no field has."""
     bare = bare_type(hint)
     if _is_section(bare) and isinstance(value, dict):
-        known = get_type_hints(bare)
+        known = _hints_of(bare)
         for name in value:
             if name not in known:
                 key_path = f"{path}.{name}"

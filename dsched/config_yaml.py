@@ -12,7 +12,7 @@ from dsched.errors import ConfigError
 MAX_DEPTH = 32
 """Nesting allowed. The configuration has less than ten levels; a deeper one is an alias bomb."""
 
-MAX_NODES = 100_000
+MAX_NODES = 50_000
 """Values allowed, aliases counted each time. A cluster of a thousand engines has some thousands."""
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsched.cli.options import with_config
+from dsched.config import Config
 from dsched.config_load import LoadedConfig
 from dsched.config_text import to_rows, to_yaml
 
@@ -20,6 +21,9 @@ def check(
         bool, typer.Option("--origins", help="Print only what is not a default, as a table.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print values and origins as JSON.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of the file, for editors.")
+    ] = False,
 ) -> None:
     """Check a configuration and print its effective values with their origins.
 
@@ -27,7 +31,9 @@ def check(
     `-c` can read. Exit status 2 and one line with the path if something is wrong; no port is opened
     and no engine contacted.
     """
-    if json:
+    if schema:
+        typer.echo(_pretty(msgspec.json.schema(Config)))
+    elif json:
         typer.echo(_to_json(loaded))
     elif origins:
         Console().print(_to_table(loaded))
@@ -42,6 +48,10 @@ def _to_json(loaded: LoadedConfig) -> str:
         if loaded.origin(path).layer != "default"
     }
     document = {"config": loaded.config, "origins": set_origins, "warnings": loaded.warnings}
+    return _pretty(document)
+
+
+def _pretty(document: object) -> str:
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from dsched.config import Config, dsched_environment
+from dsched.config import CONFIG_FILE_VARIABLE, Config, dsched_environment
 from dsched.config_load import BOOLEAN_WORDS, Key, LoadedConfig, bare_type, config_keys, load_config
 from dsched.config_text import scalar_to_yaml, section_doc, summary_of
 
@@ -75,7 +75,9 @@ def with_config(function: Callable[..., Result]) -> Callable[..., Result]:
             value = values.pop(_parameter_name(key))
             if value is not None:
                 flags[key.dotted] = str(value)
-        loaded = load_config(file, environment=dsched_environment(), flags=flags)
+        environment = dsched_environment()
+        file = file or environment.get(CONFIG_FILE_VARIABLE) or None
+        loaded = load_config(file, environment=environment, flags=flags)
         for warning in loaded.warnings:
             typer.echo(f"dsched: warning: {warning}", err=True)
         return function(loaded, **values)
@@ -93,7 +95,9 @@ def with_config(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _config_file_parameter() -> inspect.Parameter:
-    option = typer.Option("--config", "-c", help="YAML file.", metavar="FILE", show_default=False)
+    option = typer.Option(
+        "--config", "-c", help="YAML file; else $DSCHED_CONFIG.", metavar="FILE", show_default=False
+    )
     return inspect.Parameter(
         "config_file",
         inspect.Parameter.KEYWORD_ONLY,

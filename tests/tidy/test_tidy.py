@@ -7,6 +7,7 @@ then run over every file. An exception is a line in a table with its reason, nev
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,12 @@ ALLOWED_IMPORTS: dict[tuple[str, str], str] = {}
 MACHINE_PATHS = re.compile(r"(?<![\w.$~/-])/(?:work|root|tmp|home|Users|mnt)/[\w./-]+")
 ALLOWED_MACHINE_PATHS: dict[str, str] = {}
 """Files that must name a path of one machine, each with its reason."""
+
+
+@cache
+def parse(source: str) -> ast.Module:
+    """Parse once what several checks look at."""
+    return ast.parse(source)
 
 
 def part_of(module: str) -> str | None:
@@ -86,7 +93,7 @@ def find_layer_faults(module: str, source: str) -> list[str]:
     """Imports of `module` that go up, sideways, or to an engine."""
     faults = []
     own = part_of(module)
-    for line, imported in imports_of(ast.parse(source)):
+    for line, imported in imports_of(parse(source)):
         if imported.startswith("."):
             faults.append(f"{module}:{line}: import {imported} is not absolute")
         top = imported.split(".")[0]
@@ -108,7 +115,7 @@ def find_layer_faults(module: str, source: str) -> list[str]:
 
 def find_docstring_fault(name: str, source: str) -> list[str]:
     """A module says what it decides and why."""
-    return [] if ast.get_docstring(ast.parse(source)) else [f"{name}: no module docstring"]
+    return [] if ast.get_docstring(parse(source)) else [f"{name}: no module docstring"]
 
 
 def find_machine_paths(name: str, text: str) -> list[str]:
@@ -123,7 +130,7 @@ def find_machine_paths(name: str, text: str) -> list[str]:
 def find_mutable_globals(name: str, source: str) -> list[str]:
     """Lists, dicts and sets at module level that are not named as constants."""
     faults = []
-    for node in ast.parse(source).body:
+    for node in parse(source).body:
         if isinstance(node, ast.Assign):
             targets = node.targets
         elif isinstance(node, ast.AnnAssign):

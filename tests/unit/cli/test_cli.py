@@ -11,14 +11,15 @@ from dsched import __version__
 from dsched.cli import main as main_module
 from dsched.cli.lazy import CommandRow, GroupRow
 from dsched.cli.main import COMMANDS, main
-from dsched.config_load import config_keys, parse_config
+from dsched.config import Config, dsched_environment
+from dsched.config_load import parse_config
 from dsched.errors import InvariantError
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> "Runner":
-    for key in config_keys():
-        monkeypatch.delenv(key.variable, raising=False)
+    for name in dsched_environment():
+        monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "dumb")
     return Runner(monkeypatch, capfd)
@@ -153,6 +154,46 @@ def test_wrong_file_is_one_line_and_status_2(
     assert (status, out) == (2, "")
     assert line in err
     assert err.count("\n") == 1
+
+
+def test_run_refuses_before_it_opens_a_port(run: Runner, tmp_path: Path) -> None:
+    """`dsched run` makes the same checks as `dsched check`, first of all; no state is made."""
+    path = tmp_path / "c.yaml"
+    path.write_text("pools: {d: {model: {name: m}, engines: []}}\n")
+
+    status, out, err = run("run", "-c", str(path), "--state-dir", str(tmp_path / "state"))
+
+    assert (status, out) == (2, "")
+    assert err == f"dsched: $.pools.d.engines: pool 'd' has no engine ({path}:1)\n"
+    assert not (tmp_path / "state").exists()
+
+
+def test_file_is_found_by_variable(
+    run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`DSCHED_CONFIG` names the file where no `-c` does; empty is as if it were not set."""
+    path, other = tmp_path / "c.yaml", tmp_path / "other.yaml"
+    path.write_text("seed: 5\n")
+    other.write_text("seed: 6\n")
+    monkeypatch.setenv("DSCHED_CONFIG", str(path))
+    by_variable = run("check", "--json")
+    by_flag = run("check", "--json", "-c", str(other))
+    monkeypatch.setenv("DSCHED_CONFIG", "")
+    by_nothing = run("check", "--json")
+
+    seeds = [config_of(out)["seed"] for _, out, _ in (by_variable, by_flag, by_nothing)]
+    assert seeds == [5, 6, 0]
+    assert by_variable[2] == ""
+
+
+def test_schema_describes_the_file(run: Runner) -> None:
+    """It is JSON Schema with every section."""
+    status, out, _ = run("check", "--schema")
+
+    schema = json.loads(out)
+    assert status == 0
+    assert set(schema["$defs"]["Config"]["properties"]) == set(Config.__struct_fields__)
+    assert schema["$defs"]["FrontDoorConfig"]["additionalProperties"] is False
 
 
 def test_missing_file_is_named(run: Runner, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -72,6 +73,7 @@ def documented_events() -> dict[str, set[str]]:
     return {event: set(levels.split(", ")) for event, levels in rows if EVENT.fullmatch(event)}
 
 
+@cache
 def code_events() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "dsched").rglob("*.py")):
