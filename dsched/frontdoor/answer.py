@@ -188,14 +188,13 @@ class Answer:
             self._cancel(self.request_id)
 
     def on_writable(self) -> None:
-        pending, self._pending = self._pending, []
-        index = self._num_output_tokens - self._num_pending_tokens
-        self._num_pending_tokens = 0
-        for token_ids, logprobs in pending:
-            if self._is_over:
-                return
-            self._take(index, token_ids, logprobs)
-            index += len(token_ids)
+        if self._pending:
+            pending, self._pending = self._pending, []
+            first_index = self._num_output_tokens - self._num_pending_tokens
+            self._num_pending_tokens = 0
+            token_ids = [each for ids, _ in pending for each in ids]
+            entries = [each for _, logprobs in pending for each in logprobs or ()]
+            self._take(first_index, token_ids, entries or None)
         finish, self._pending_finish = self._pending_finish, None
         if isinstance(finish, RequestFinish):
             self.on_finish(finish)

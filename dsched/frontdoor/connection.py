@@ -47,6 +47,8 @@ STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+OFFER_HEADERS = (b"upgrade", b"connection", b"http2-settings", b"expect")
+"""Headers that are left out when a request with an offer is read again; `Expect` was answered."""
 LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -370,16 +372,32 @@ class ClientConnection(asyncio.Protocol):
         self._has_completed = False
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # Another protocol was offered; the request is answered in this one, as the last.
-            self._is_deaf = True
-            if self._ready and isinstance(last := self._ready[-1], HttpRequest):
-                last.is_kept_alive = False
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             if not self._is_deaf:
                 self._give_up(bad_request(f"the request is not HTTP/1.1: {error}"))
         if not self._is_deaf and not self._has_completed:
             self._count_raw(len(data))
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Read a request again without its offer of another protocol.
+
+        The parser stops behind the head of such a request, with `rest` unread. Some clients offer
+        HTTP/2 with every POST, so this is no mistake of theirs.
+        """
+        if self._is_deaf:
+            return
+        request = self._ready.pop()
+        assert isinstance(request, HttpRequest)
+        if request.method == b"CONNECT":
+            self._give_up(ApiError(405, "this is not a proxy"))
+            return
+        version = b"1.0" if request.is_http_10 else b"1.1"
+        lines = [b"%b %b HTTP/%b" % (request.method, self._url, version)]
+        lines += [b"%b: %b" % each for each in request.headers if each[0] not in OFFER_HEADERS]
+        self._parser = httptools.HttpRequestParser(self)
+        self._feed(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def _count_raw(self, num_bytes: int) -> None:
         """Bound what is neither a whole header nor body: long lines, chunk framing, trailers."""
@@ -444,6 +462,8 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write(b"".join(head))
         if self._parser.get_method() != b"HEAD":
             self._transport.write(body)
+        # The client sees the end now; its own bytes are still taken, for a while.
+        self._transport.write_eof()
         self._phase = Phase.DRAIN
         self._set_deadline(DRAIN_S)
 

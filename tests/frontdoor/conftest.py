@@ -31,9 +31,10 @@ def served() -> ServedModel:
 
 @pytest.fixture
 def control(served: ServedModel) -> FakeControlPlane:
-    # Words, and characters that are split over two tokens: the last ids of the vocabulary.
     vocab_size = served.tokenizer.get_vocab_size()
-    control = FakeControlPlane(token_ids=range(vocab_size - 200, vocab_size))
+    texts = [served.tokenizer.decode([token_id]) for token_id in range(vocab_size)]
+    words = [i for i, text in enumerate(texts) if len(text) > 1 and "\ufffd" not in text]
+    control = FakeControlPlane(token_ids=words)
     control.add_model(MODEL, max_model_len=CONTEXT, vocab_size=vocab_size)
     return control
 
