@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from dsched.config import BUILTIN_ROUTING_POLICIES, Config, EngineConfig, PoolConfig
+from dsched.config_yaml import key_path
 from dsched.errors import ConfigError
 
 MAX_ENDPOINT_LENGTH = 4_096
@@ -32,7 +33,7 @@ def check_config(config: Config) -> Config:
             name: replace(
                 pool,
                 engines=tuple(
-                    _normalise_engine(f"$.pools.{name}.engines[{index}]", engine)
+                    _normalise_engine(f"{key_path('$.pools', name)}.engines[{index}]", engine)
                     for index, engine in enumerate(pool.engines)
                 ),
             )
@@ -133,7 +134,8 @@ def _check_pools(config: Config) -> None:
     ids: dict[str, str] = {}
     urls: dict[str, str] = {}
     for name, pool in config.pools.items():
-        path = f"$.pools.{name}"
+        path = key_path("$.pools", name)
+        _check_name(path, name)
         if not pool.engines:
             raise ConfigError(f"{path}.engines: pool {name!r} has no engine")
         if not pool.model.name:
@@ -145,6 +147,12 @@ def _check_pools(config: Config) -> None:
             if engine.url is not None:
                 _check_unique(f"{engine_path}.url", engine.url, urls, "engine URL")
     _check_roles(config.pools)
+
+
+def _check_name(path: str, name: str) -> None:
+    """Names end up in metrics, registry keys and `engine/rank`."""
+    if not name or not name.isprintable() or any(c.isspace() or c == "/" for c in name):
+        raise ConfigError(f"{path}: {name!r} is no name: it is empty or has a space or `/`")
 
 
 def _check_unique(path: str, value: str, seen: dict[str, str], what: str) -> None:
@@ -172,8 +180,8 @@ def _check_roles(pools: Mapping[str, PoolConfig]) -> None:
         for name, pool in pools.items():
             if pool.role == role and pool.model.name not in served:
                 raise ConfigError(
-                    f"$.pools.{name}.role: a {role} pool needs a {other} pool for model "
-                    f"{pool.model.name!r}"
+                    f"{key_path('$.pools', name)}.role: a {role} pool needs a {other} pool for "
+                    f"model {pool.model.name!r}"
                 )
 
 
@@ -189,8 +197,8 @@ def _check_launch(config: Config) -> None:
 
 
 def _normalise_engine(path: str, engine: EngineConfig) -> EngineConfig:
-    if engine.id is not None and (not engine.id or any(c.isspace() for c in engine.id)):
-        raise ConfigError(f"{path}.id: {engine.id!r} is empty or has a space")
+    if engine.id is not None:
+        _check_name(f"{path}.id", engine.id)
     if engine.kind == "sim":
         if engine.url is not None:
             raise ConfigError(f"{path}.url: a simulated engine runs inside dsched and has no URL")

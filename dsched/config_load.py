@@ -22,7 +22,7 @@ import msgspec
 
 from dsched.config import ENVIRONMENT_PREFIX, OTHER_VARIABLES, Config, Section
 from dsched.config_checks import check_config
-from dsched.config_yaml import parse_yaml
+from dsched.config_yaml import key_path, parse_yaml
 from dsched.errors import ConfigError
 
 MAX_FILE_BYTES = 4 * 1024 * 1024
@@ -295,10 +295,10 @@ def _children(value: object, hint: object, path: str) -> Iterator[tuple[str, obj
         hints = _hints_of(bare)
         for name, part in value.items():
             if name in hints:
-                yield f"{path}.{name}", part, hints[name]
+                yield key_path(path, name), part, hints[name]
     elif get_origin(bare) is dict and isinstance(value, dict):
         for name, part in value.items():
-            yield f"{path}.{name}", part, get_args(bare)[1]
+            yield key_path(path, name), part, get_args(bare)[1]
     elif get_origin(bare) in (tuple, list) and isinstance(value, list):
         for index, part in enumerate(value):
             yield f"{path}[{index}]", part, get_args(bare)[0]
@@ -309,7 +309,7 @@ def _paths_of(value: object, path: str) -> Iterator[str]:
     yield path
     if isinstance(value, dict):
         for name, part in value.items():
-            yield from _paths_of(part, f"{path}.{name}")
+            yield from _paths_of(part, key_path(path, name))
     elif isinstance(value, list):
         for index, part in enumerate(value):
             yield from _paths_of(part, f"{path}[{index}]")
@@ -339,9 +339,9 @@ def _check_known(value: object, hint: object, path: str, layers: _Layers) -> Non
         known = _hints_of(bare)
         for name in value:
             if name not in known:
-                key_path = f"{path}.{name}"
+                where = key_path(path, name)
                 hint_text = _did_you_mean(str(name), known)
-                raise ConfigError(f"{key_path}: unknown key{hint_text}{layers.place(key_path)}")
+                raise ConfigError(f"{where}: unknown key{hint_text}{layers.place(where)}")
     for child_path, child, child_hint in _children(value, hint, path):
         _check_known(child, child_hint, child_path, layers)
 

@@ -15,6 +15,7 @@ import yaml
 from dsched import config as config_module
 from dsched.config import Section
 from dsched.config_load import Key, LoadedConfig
+from dsched.config_yaml import key_path
 
 COMMENT_COLUMN = 48
 """Where origin comments start, unless the value is longer."""
@@ -61,7 +62,7 @@ def _leaves_of(value: object, path: str) -> Iterator[tuple[str, object]]:
         yield path, value
     elif isinstance(value, dict):
         for name, part in value.items():
-            yield from _leaves_of(part, f"{path}.{name}")
+            yield from _leaves_of(part, key_path(path, name))
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
             yield from _leaves_of(part, f"{path}[{index}]")
@@ -71,13 +72,13 @@ def _lines_of(value: object, path: str, indent: str) -> Iterator[tuple[str, str 
     """The lines of a block, each with the path of its value if it has one."""
     if isinstance(value, dict):
         for name, part in value.items():
-            key, key_path = f"{indent}{scalar_to_yaml(name)}:", f"{path}.{name}"
+            key, path_of_part = f"{indent}{scalar_to_yaml(name)}:", key_path(path, name)
             if _is_leaf(part):
                 leaf = list(part) if isinstance(part, tuple) else part
-                yield f"{key} {scalar_to_yaml(leaf)}", key_path
+                yield f"{key} {scalar_to_yaml(leaf)}", path_of_part
             else:
                 yield key, None
-                yield from _lines_of(part, key_path, indent + "  ")
+                yield from _lines_of(part, path_of_part, indent + "  ")
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
             for number, (text, text_path) in enumerate(_lines_of(part, f"{path}[{index}]", "")):

@@ -44,6 +44,16 @@ def parse_yaml(text: str, *, where: str | None) -> tuple[object, dict[str, int]]
         loader.dispose()
 
 
+def key_path(path: str, name: object) -> str:
+    """Return the path of a key inside a mapping, on one line whatever the key is.
+
+    >>> key_path("$", "seed"), key_path("$.pools", "two\\nlines")
+    ('$.seed', "$.pools.'two\\\\nlines'")
+    """
+    text = str(name)
+    return f"{path}.{text if text.isprintable() else repr(text)}"
+
+
 class _Reader:
     """Turns nodes into values and remembers their lines."""
 
@@ -81,14 +91,15 @@ class _Reader:
                 raise self._error(line, f"{path}: a key must be text")
             if name in first_lines:
                 raise self._error(
-                    line, f"{path}.{name}: key appears twice, first in line {first_lines[name]}"
+                    line,
+                    f"{key_path(path, name)}: key appears twice, first in line {first_lines[name]}",
                 )
             first_lines[name] = line
         self._loader.flatten_mapping(node)  # `<<`: merged keys come first, own keys override
         mapping = {}
         for key_node, value_node in node.value:
-            key_path = f"{path}.{key_node.value}"
-            mapping[key_node.value] = self.value_of(value_node, key_path, depth + 1)
+            name = key_node.value
+            mapping[name] = self.value_of(value_node, key_path(path, name), depth + 1)
         return mapping
 
     def _error(self, line: int, reason: str) -> ConfigError:
