@@ -1,0 +1,290 @@
+"""A placement from nothing: how many copies each expert gets, and which rank each copy goes to.
+
+Copies are given one by one to the expert whose copies carry most, never more than one copy a rank:
+the published greedy (deepseek-ai/EPLB) gives a very hot expert more copies than there are ranks,
+and one rank then carries two shares. Packing takes experts by falling share and puts the copies of
+one expert on the lightest ranks with a free slot, all different. `search.py` improves the result.
+
+Compiled. Counting is O(E + R log E) for R redundant experts, packing O(P log G).
+"""
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from dsched.eplb.state import (
+    LayerState,
+    add_copy,
+    add_to_ranks,
+    has_copy,
+    keeps_spread,
+    set_shares,
+    sort_ranks,
+)
+
+
+@njit(cache=True, nogil=True)
+def is_before(
+    share: NDArray[np.int64], num_copies: NDArray[np.int32], one: int, other: int
+) -> bool:
+    """Whether `one` should get a copy before `other`: greater share, fewer copies, lower number."""
+    if share[one] != share[other]:
+        return bool(share[one] > share[other])
+    if num_copies[one] != num_copies[other]:
+        return bool(num_copies[one] < num_copies[other])
+    return one < other
+
+
+@njit(cache=True, nogil=True)
+def sink(
+    share: NDArray[np.int64], num_copies: NDArray[np.int32], heap: NDArray[np.int32], size: int
+) -> None:
+    """Restore the heap after its first expert got a copy or was overwritten."""
+    expert = heap[0]
+    position = 0
+    while True:
+        child = 2 * position + 1
+        if child >= size:
+            break
+        if child + 1 < size and is_before(share, num_copies, heap[child + 1], heap[child]):
+            child += 1
+        if is_before(share, num_copies, expert, heap[child]):
+            break
+        heap[position] = heap[child]
+        position = child
+    heap[position] = expert
+
+
+@njit(cache=True, nogil=True)
+def count_copies(state: LayerState, heap: NDArray[np.int32], num_slots: int) -> None:
+    """Set `num_copies` and the shares. In: `heap` holds all experts by falling load.
+
+    A falling order is a heap. Experts leave it when they have a copy on every rank.
+    """
+    size = len(heap)
+    max_copies = len(state.order)
+    share = state.share
+    num_copies = state.num_copies
+    num_copies[:-1] = 1
+    state.grown_share[:] = state.weight >> 1
+    if max_copies == 1:
+        return
+    for _ in range(num_slots - len(heap)):
+        if size == 0:
+            return
+        expert = heap[0]
+        num_copies[expert] += 1
+        set_shares(state, expert)
+        if num_copies[expert] == max_copies:
+            size -= 1
+            heap[0], heap[size] = heap[size], heap[0]
+        if size > 0:
+            sink(share, num_copies, heap, size)
+
+
+@njit(cache=True, nogil=True)
+def by_falling_share(
+    state: LayerState, by_load: NDArray[np.int32], keys: NDArray[np.int64], out: NDArray[np.int32]
+) -> None:
+    """Merge single experts (sorted already) with those that have copies (sorted here)."""
+    num_experts = len(by_load)
+    num_shared = 0
+    for expert in by_load:
+        if state.num_copies[expert] > 1:
+            keys[num_shared] = state.share[expert] * num_experts + (num_experts - 1 - expert)
+            num_shared += 1
+    keys[:num_shared].sort()
+    position = num_shared - 1
+    written = 0
+    for expert in by_load:
+        if state.num_copies[expert] > 1:
+            continue
+        key = state.share[expert] * num_experts + (num_experts - 1 - expert)
+        while position >= 0 and keys[position] > key:
+            out[written] = num_experts - 1 - keys[position] % num_experts
+            written += 1
+            position -= 1
+        out[written] = expert
+        written += 1
+    while position >= 0:
+        out[written] = num_experts - 1 - keys[position] % num_experts
+        written += 1
+        position -= 1
+
+
+@njit(cache=True, nogil=True)
+def is_lighter(rank_load: NDArray[np.int64], one: int, other: int) -> bool:
+    """Order of the rank heap: load, then number."""
+    if rank_load[one] != rank_load[other]:
+        return bool(rank_load[one] < rank_load[other])
+    return one < other
+
+
+@njit(cache=True, nogil=True)
+def pop_lightest(rank_load: NDArray[np.int64], heap: NDArray[np.int32], size: int) -> int:
+    """Take the first rank from a heap of `size` ranks."""
+    first = heap[0]
+    rank = heap[size - 1]
+    position = 0
+    while True:
+        child = 2 * position + 1
+        if child >= size - 1:
+            break
+        if child + 1 < size - 1 and is_lighter(rank_load, heap[child + 1], heap[child]):
+            child += 1
+        if is_lighter(rank_load, rank, heap[child]):
+            break
+        heap[position] = heap[child]
+        position = child
+    heap[position] = rank
+    return int(first)
+
+
+@njit(cache=True, nogil=True)
+def push_rank(rank_load: NDArray[np.int64], heap: NDArray[np.int32], size: int, rank: int) -> None:
+    """Add a rank to a heap of `size` ranks."""
+    position = size
+    while position > 0:
+        parent = (position - 1) // 2
+        if is_lighter(rank_load, heap[parent], rank):
+            break
+        heap[position] = heap[parent]
+        position = parent
+    heap[position] = rank
+
+
+@njit(cache=True, nogil=True)
+def choose_other_node(
+    state: LayerState,
+    heap: NDArray[np.int32],
+    size: int,
+    chosen: NDArray[np.int32],
+    num_chosen: int,
+) -> int:
+    """If all chosen ranks share a node, trade the last for the lightest rank elsewhere.
+
+    Returns the new size of the heap. Leaves the choice alone if no other node has a free slot.
+    """
+    node = state.node_of[chosen[0]]
+    for index in range(1, num_chosen):
+        if state.node_of[chosen[index]] != node:
+            return size
+    num_popped = num_chosen
+    while size > 0:
+        chosen[num_popped] = pop_lightest(state.rank_load, heap, size)
+        size -= 1
+        num_popped += 1
+        if state.node_of[chosen[num_popped - 1]] != node:
+            last = num_chosen - 1
+            chosen[last], chosen[num_popped - 1] = chosen[num_popped - 1], chosen[last]
+            break
+    for index in range(num_chosen, num_popped):
+        push_rank(state.rank_load, heap, size, chosen[index])
+        size += 1
+    return size
+
+
+@njit(cache=True, nogil=True)
+def pack_copies(
+    state: LayerState,
+    width: int,
+    by_share: NDArray[np.int32],
+    heap: NDArray[np.int32],
+    used: NDArray[np.int32],
+    chosen: NDArray[np.int32],
+) -> None:
+    """Put all copies on ranks, heaviest share first. In: counts are set and slots empty."""
+    size = 0
+    used[:] = 0
+    rank_load = state.rank_load
+    next_copy = state.next_copy
+    first_copy = state.first_copy
+    slot_expert = state.slot
+    for rank in state.order:
+        push_rank(rank_load, heap, size, rank)
+        size += 1
+    for expert in by_share:
+        wanted = state.num_copies[expert]
+        num_chosen = min(wanted, size)
+        for index in range(num_chosen):
+            chosen[index] = pop_lightest(rank_load, heap, size)
+            size -= 1
+        if state.spread and num_chosen > 1:
+            size = choose_other_node(state, heap, size, chosen, num_chosen)
+        share = state.share[expert]
+        for index in range(num_chosen):
+            rank = chosen[index]
+            slot = rank * width + used[rank]
+            slot_expert[slot] = expert
+            next_copy[slot] = first_copy[expert]
+            first_copy[expert] = slot
+            used[rank] += 1
+            rank_load[rank] += share
+            if used[rank] < width:
+                push_rank(rank_load, heap, size, rank)
+                size += 1
+        if num_chosen < wanted:
+            give_up_copies(state, expert, num_chosen)
+    sort_ranks(state)
+
+
+@njit(cache=True, nogil=True)
+def give_up_copies(state: LayerState, expert: int, num_placed: int) -> None:
+    """Forget the copies that found no rank; their slots are filled with other experts later.
+
+    At least one copy has a place: an expert comes here only while some rank has a free slot.
+    """
+    old_share = state.share[expert]
+    state.num_copies[expert] = num_placed
+    set_shares(state, expert)
+    add_to_ranks(state, expert, state.share[expert] - old_share)
+
+
+@njit(cache=True, nogil=True)
+def fill_empty_slots(state: LayerState, width: int) -> None:
+    """Use every empty slot of a live rank for the heaviest share that the rank does not hold.
+
+    A slot stays empty only where the rank already holds every expert.
+    """
+    num_experts = len(state.weight) - 1
+    share = state.share
+    num_copies = state.num_copies
+    for index in range(len(state.order)):
+        rank = state.order[index]
+        for slot in range(rank * width, (rank + 1) * width):
+            if state.slot[slot] != num_experts:
+                continue
+            best = -1
+            for expert in range(num_experts):
+                if (best < 0 or is_before(share, num_copies, expert, best)) and not has_copy(
+                    state, expert, rank
+                ):
+                    if keeps_spread(state, expert, -1, rank):
+                        best = expert
+            if best >= 0:
+                add_copy(state, slot, best)
+    sort_ranks(state)
+
+
+@njit(cache=True, nogil=True)
+def place_fresh(
+    state: LayerState,
+    width: int,
+    by_load: NDArray[np.int32],
+    heap: NDArray[np.int32],
+    keys: NDArray[np.int64],
+    by_share: NDArray[np.int32],
+    rank_heap: NDArray[np.int32],
+    used: NDArray[np.int32],
+    chosen: NDArray[np.int32],
+) -> None:
+    """Count copies and pack them. In: a clear state and the experts by falling load."""
+    heap[:] = by_load
+    count_copies(state, heap, len(state.order) * width)
+    by_falling_share(state, by_load, keys, by_share)
+    pack_copies(state, width, by_share, rank_heap, used, chosen)
+    has_room = False
+    for rank in state.order:
+        has_room = has_room or used[rank] < width
+    if has_room:
+        fill_empty_slots(state, width)

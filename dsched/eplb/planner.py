@@ -1,0 +1,368 @@
+"""Decide which expert fills each slot, so that ranks carry equal load and few weights move.
+
+In:  the expert load of a window, the shape of the EP group, and the placement in use if there is
+one. Out: a `PlacementPlan`: the placement, and what reaching it costs.
+
+A renewal that starts from nothing balances best on the window it saw, and moves nearly every
+expert; measured in production the moves cost more than the balance wins. The next window differs
+anyway, so the last percent of balance is not worth a move. Hence: with `current`, a layer is left
+alone until it is over a trigger, and then improved by the cheapest steps until it is under a lower
+stop. Without `current`, copies are counted and packed greedily and improved by search.
+
+Pure and deterministic: equal counts in any number type, layout or whole multiple give the same
+bytes on every rank and machine. Milliseconds for 58 layers of 256 experts; `fresh.py`, `search.py`
+and `warm.py` state the costs of their parts. Sources of the greedy start: DeepSeek-V3 report
+(arXiv 2412.19437, section 3.4), deepseek-ai/EPLB.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dsched.eplb.layers import Goals, Outcome, Results, plan_fresh, plan_from_current
+from dsched.eplb.loads import read_load
+from dsched.eplb.placement import EMPTY, ExpertPlacement, Split
+
+UNLIMITED = 1 << 40
+"""More moves than any layer has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovePrices:
+    """What bringing one expert copy to a rank costs, by the link it takes.
+
+    Only the ratio decides which steps are taken. Defaults: the middle of what EPIC (SIGCOMM 2026)
+    measured for experts of 42 MB over NVLink (.09-.21 ms) and RDMA (.8-1.7 ms).
+    """
+
+    same_node_ns: int = 150_000
+    cross_node_ns: int = 1_200_000
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.same_node_ns <= self.cross_node_ns:
+            raise ValueError(
+                f"prices of {self.same_node_ns} ns in a node and {self.cross_node_ns} ns across: "
+                "both are at least 1 ns, and crossing nodes is not cheaper"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementOptions:
+    """How hard to search, and when to leave a layer alone."""
+
+    trigger: float = 0.03
+    """Heaviest over mean rank load, less one, above which a layer is changed. Lower: moves for
+    differences that the next window undoes. Higher: slow steps."""
+    stop: float = 0.02
+    """The same, at which a changed layer is good enough; below `trigger`."""
+    fresh_stop: float = 0.0005
+    """The same for a placement planned from nothing."""
+    max_rounds: int = 64
+    """Overwritings and full passes of the search in a fresh plan. 0: exchanges from the heaviest
+    rank only. More: seconds of search for layers with few slots a rank."""
+    search: bool = True
+    """False packs greedily and stops: the fastest plan, about .2 % less balanced."""
+    prices: MovePrices = MovePrices()
+    spread_nodes: bool = False
+    """Put the copies of an expert that has several on at least two nodes, as far as slots allow,
+    so that it survives the loss of a node."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.stop <= self.trigger:
+            raise ValueError(f"stop {self.stop} must be between 0 and trigger {self.trigger}")
+        if not 0 <= self.fresh_stop:
+            raise ValueError(f"fresh_stop {self.fresh_stop} must not be negative")
+        if self.max_rounds < 0:
+            raise ValueError(f"max_rounds {self.max_rounds} must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacementPlan:
+    """A placement and the price of reaching it. L layers."""
+
+    placement: ExpertPlacement
+    num_moves: NDArray[np.int64]
+    """[L] copies to bring to a rank that does not hold them now; 0 without a current placement,
+    as then nothing is in use that could move."""
+    num_cross_node_moves: NDArray[np.int64]
+    """[L] of those, experts that no rank of the node holds now."""
+    num_covered: NDArray[np.int64]
+    """[L] of the moves, those that bring an expert back that had no live copy. They are made even
+    if `max_moves` is less."""
+    outcome: NDArray[np.int64]
+    """[L] an `Outcome` for each layer."""
+    balance_before: NDArray[np.float64]
+    """[L] mean over heaviest rank load of the placement in use, equal split; NaN without one."""
+    balance: NDArray[np.float64]
+    """[L] the same of this placement."""
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Nothing moves."""
+        return bool((self.outcome == Outcome.KEPT).all())
+
+
+def plan_placement(
+    load: ArrayLike,
+    *,
+    num_slots: int,
+    num_ranks: int,
+    num_nodes: int = 1,
+    current: ExpertPlacement | ArrayLike | None = None,
+    max_moves: int | None = None,
+    rank_up: ArrayLike | None = None,
+    epoch: int = 0,
+    options: PlacementOptions = PlacementOptions(),
+) -> PlacementPlan:
+    """Plan the placement for an expert load [L, E].
+
+    `current` is the placement in use, [L, P]; slots of ranks that are down count as lost. With it,
+    at most `max_moves` copies move in each layer, more only where an expert has no live copy left.
+    `rank_up` [G] says which ranks are up (default: all); the others get no expert.
+
+    Raises:
+        ValueError: a load that is negative, not finite or not [L, E]; slots that ranks do not
+            divide, ranks that nodes do not divide, fewer live slots than experts; a mask, current
+            placement or limit that does not fit.
+
+    >>> plan = plan_placement([[90, 10, 10, 10]], num_slots=8, num_ranks=4)
+    >>> plan.placement.slot_expert.reshape(4, 2).tolist()
+    [[0, 2], [0, 3], [0, 1], [0, 1]]
+    """
+    weight = read_load(load)
+    shape = GroupShape.check(
+        num_experts=weight.shape[1],
+        num_slots=num_slots,
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        rank_up=rank_up,
+    )
+    if max_moves is not None and max_moves < 0:
+        raise ValueError(f"max_moves is {max_moves}; it must not be negative")
+    results = new_results(len(weight), num_slots)
+    if current is None:
+        plan_all_fresh(weight, shape, options, results)
+        before = np.full(len(weight), np.nan)
+    else:
+        slots = read_current(current, weight, shape)
+        limits = np.full(len(weight), UNLIMITED if max_moves is None else max_moves, np.int64)
+        plan_all_from(weight, slots, shape, options, limits, results)
+        before = balance(weight, results.heaviest_before, shape)
+    return make_plan(weight, shape, results, before, epoch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupShape:
+    """The EP group that a plan is for."""
+
+    num_experts: int
+    num_slots: int
+    num_ranks: int
+    rank_up: NDArray[np.bool_]
+    """[G]"""
+    node_of: NDArray[np.int32]
+    """[G]"""
+
+    @property
+    def width(self) -> int:
+        """Slots of one rank."""
+        return self.num_slots // self.num_ranks
+
+    @property
+    def num_live(self) -> int:
+        return int(self.rank_up.sum())
+
+    @staticmethod
+    def check(
+        *,
+        num_experts: int,
+        num_slots: int,
+        num_ranks: int,
+        num_nodes: int,
+        rank_up: ArrayLike | None,
+    ) -> "GroupShape":
+        """Return the shape if it is possible; say what would be if not."""
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks is {num_ranks}; there is at least one rank")
+        if num_slots < 1 or num_slots % num_ranks:
+            raise ValueError(
+                f"{num_slots} slots cannot be split over {num_ranks} EP ranks; "
+                f"{fitting_slots(num_experts, num_slots, num_ranks)} would do"
+            )
+        if num_nodes < 1 or num_ranks % num_nodes:
+            raise ValueError(f"{num_ranks} EP ranks cannot be split over {num_nodes} nodes")
+        up = read_rank_up(rank_up, num_ranks)
+        check_room(num_experts, num_slots, num_ranks, int(up.sum()))
+        node_of = (np.arange(num_ranks) // (num_ranks // num_nodes)).astype(np.int32)
+        return GroupShape(
+            num_experts=num_experts,
+            num_slots=num_slots,
+            num_ranks=num_ranks,
+            rank_up=up,
+            node_of=node_of,
+        )
+
+
+def fitting_slots(num_experts: int, num_slots: int, num_ranks: int) -> str:
+    """Name the nearest numbers of slots that ranks divide and that hold all experts."""
+    least = -(-num_experts // num_ranks) * num_ranks
+    below = num_slots // num_ranks * num_ranks
+    return " or ".join(str(n) for n in sorted({max(below, least), max(below + num_ranks, least)}))
+
+
+def read_rank_up(rank_up: ArrayLike | None, num_ranks: int) -> NDArray[np.bool_]:
+    if rank_up is None:
+        return np.ones(num_ranks, np.bool_)
+    up = np.array(rank_up)
+    if up.shape != (num_ranks,):
+        raise ValueError(f"rank_up has shape {up.shape}; it must be ({num_ranks},), one per rank")
+    if up.dtype.kind not in "biu" or not np.isin(up, (0, 1)).all():
+        raise ValueError(f"rank_up holds {up.tolist()}; it must hold booleans")
+    if not up.any():
+        raise ValueError(f"rank_up says that all {num_ranks} ranks are down")
+    return up.astype(np.bool_)
+
+
+def check_room(num_experts: int, num_slots: int, num_ranks: int, num_live: int) -> None:
+    """Refuse fewer live slots than experts, and say how many ranks must return."""
+    width = num_slots // num_ranks
+    num_live_slots = width * num_live
+    if num_live_slots >= num_experts:
+        return
+    if num_live == num_ranks:
+        raise ValueError(
+            f"{num_slots} slots cannot hold {num_experts} experts; "
+            f"{fitting_slots(num_experts, num_slots, num_ranks)} would do"
+        )
+    num_missing = -(-num_experts // width) - num_live
+    remedy = f"{num_missing} of {num_ranks - num_live} lost ranks must return"
+    if num_missing > num_ranks - num_live:
+        remedy = f"all {num_ranks} ranks have only {num_slots}"
+    raise ValueError(f"{num_live_slots} live slots cannot hold {num_experts} experts; {remedy}")
+
+
+def read_current(
+    current: ExpertPlacement | ArrayLike, weight: NDArray[np.int64], shape: GroupShape
+) -> NDArray[np.int32]:
+    """Return the slots in use as the kernels want them: E where empty or on a rank that is down."""
+    placement = current
+    if not isinstance(placement, ExpertPlacement):
+        placement = ExpertPlacement(
+            slot_expert=placement, num_ranks=shape.num_ranks, num_experts=shape.num_experts
+        )
+    expected = (len(weight), shape.num_slots)
+    if placement.slot_expert.shape != expected or placement.num_ranks != shape.num_ranks:
+        raise ValueError(
+            f"current has {placement.slot_expert.shape} slots on {placement.num_ranks} ranks; "
+            f"the plan is for {expected} on {shape.num_ranks}"
+        )
+    if placement.num_experts > shape.num_experts:
+        raise ValueError(
+            f"current has {placement.num_experts} experts; the load has {shape.num_experts}"
+        )
+    is_used = placement.slot_expert != EMPTY
+    if not shape.rank_up.all():
+        is_used &= np.repeat(shape.rank_up, shape.width)[None, :]
+    elif is_used.all():
+        return placement.slot_expert
+    return np.where(is_used, placement.slot_expert, np.int32(shape.num_experts))
+
+
+def new_results(num_layers: int, num_slots: int) -> Results:
+    return Results(
+        np.empty((num_layers, num_slots), np.int32),
+        np.zeros(num_layers, np.int64),
+        np.zeros(num_layers, np.int64),
+        np.zeros(num_layers, np.int64),
+        np.zeros(num_layers, np.int64),
+        np.zeros(num_layers, np.int64),
+        np.zeros(num_layers, np.int64),
+    )
+
+
+def goals_of(options: PlacementOptions) -> Goals:
+    max_rounds = options.max_rounds if options.search else -1
+    return Goals(float(options.trigger), float(options.stop), float(options.fresh_stop), max_rounds)
+
+
+def plan_all_fresh(
+    weight: NDArray[np.int64], shape: GroupShape, options: PlacementOptions, results: Results
+) -> None:
+    """Plan without a current placement. A layer without load counts as evenly loaded."""
+    num_experts = shape.num_experts
+    silent = ~weight.any(axis=1)
+    if silent.any():
+        weight = np.where(silent[:, None], np.int64(1 << 30), weight)
+    last_first = np.arange(num_experts - 1, -1, -1)
+    keys = np.sort(weight * num_experts + last_first, axis=1)
+    by_load = (num_experts - 1 - keys[:, ::-1] % num_experts).astype(np.int32)
+    plan_fresh(
+        weight,
+        by_load,
+        shape.rank_up,
+        shape.node_of,
+        shape.width,
+        options.spread_nodes,
+        goals_of(options),
+        results,
+    )
+
+
+def plan_all_from(
+    weight: NDArray[np.int64],
+    current: NDArray[np.int32],
+    shape: GroupShape,
+    options: PlacementOptions,
+    limits: NDArray[np.int64],
+    results: Results,
+) -> None:
+    """Plan from a current placement; `limits` [L] are the moves each layer may make."""
+    plan_from_current(
+        weight,
+        current,
+        shape.rank_up,
+        shape.node_of,
+        shape.width,
+        options.spread_nodes,
+        goals_of(options),
+        (options.prices.same_node_ns, options.prices.cross_node_ns),
+        limits,
+        results,
+    )
+
+
+def balance(
+    weight: NDArray[np.int64], heaviest: NDArray[np.int64], shape: GroupShape
+) -> NDArray[np.float64]:
+    """Mean over heaviest rank load, [L]; 1 for a layer without load."""
+    mean = weight.sum(axis=1) / shape.num_live
+    even = np.ones(len(weight))
+    return np.minimum(np.divide(mean, heaviest, out=even, where=heaviest > 0), 1.0)
+
+
+def make_plan(
+    weight: NDArray[np.int64],
+    shape: GroupShape,
+    results: Results,
+    before: NDArray[np.float64],
+    epoch: int,
+) -> PlacementPlan:
+    slots = results.slot_expert
+    slots[slots == shape.num_experts] = EMPTY
+    slots.flags.writeable = False
+    return PlacementPlan(
+        placement=ExpertPlacement(
+            slot_expert=slots,
+            num_experts=shape.num_experts,
+            num_ranks=shape.num_ranks,
+            epoch=epoch,
+        ),
+        num_moves=results.num_moves,
+        num_cross_node_moves=results.num_far_moves,
+        num_covered=results.num_covered,
+        outcome=results.outcome,
+        balance_before=before,
+        balance=balance(weight, results.heaviest, shape),
+    )
