@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dsched.costs.curve import StepCostCurve
+from dsched.costs.kernels import curve_ns
 from dsched.costs.nnls import nonnegative_least_squares
 from dsched.costs.online import OnlineFactors, OnlineState
 from dsched.costs.samples import (
     FitError,
     check_lengths,
+    check_seconds,
     check_tiers,
     pad_to_tier,
     positive_seconds,
@@ -128,8 +130,10 @@ class DecodeCostModel:
 
         Raises ValueError for a time that cannot be; what was learned stays.
         """
-        positive_seconds([seconds])
-        self._parts[0] = self.curve.seconds(num_tokens) * NS
+        check_seconds(seconds)
+        if num_tokens < 1:
+            raise ValueError(f"a step computes at least 1 token, not {num_tokens}")
+        self._parts[0] = curve_ns(*self.curve.arrays(), num_tokens)
         self._parts[1] = num_kv_tokens * self._kv_token_ns
         self.learn(self._parts, (seconds - other_seconds) * NS)
 

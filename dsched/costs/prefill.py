@@ -33,7 +33,13 @@ from dsched.costs.prefill_fit import (
     has_enough_samples,
     price_free_tokens,
 )
-from dsched.costs.samples import FitError, check_lengths, positive_seconds, whole_numbers
+from dsched.costs.samples import (
+    FitError,
+    check_lengths,
+    check_seconds,
+    positive_seconds,
+    whole_numbers,
+)
 
 MAX_CHUNK_TOKENS = 1 << 22
 """Largest chunk that `max_chunk` looks for: above any model's context."""
@@ -214,7 +220,7 @@ class PrefillCostModel:
 
         Raises ValueError for a time that cannot be; what was learned stays.
         """
-        positive_seconds([seconds])
+        check_seconds(seconds)
         chunks, pasts = _chunk_lists(num_tokens, num_past_tokens)
         kernels.step_parts(
             self.base.knot_tokens,

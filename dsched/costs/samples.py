@@ -54,6 +54,12 @@ def positive_seconds(values: ArrayLike, name: str = "seconds") -> NDArray[np.flo
     return array
 
 
+def check_seconds(seconds: float) -> None:
+    """Raise ValueError unless a step can have taken this long."""
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"seconds holds {seconds}; step times are positive and finite")
+
+
 def check_lengths(**arrays: NDArray[np.generic]) -> int:
     """Return the length that all arrays share. Raises ValueError naming them if they differ."""
     lengths = {name: len(array) for name, array in arrays.items()}

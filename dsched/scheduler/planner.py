@@ -198,7 +198,25 @@ class StepPlanner:
 
     def is_at_limit(self, slot: int) -> bool:
         """Tell whether the planned steps bring the request to its token limit."""
-        return bool(self._state[kernels.TOKENS, slot] >= self._state[kernels.LIMIT, slot])
+        return bool(self.at_limit(np.array([slot]))[0])
+
+    def at_limit(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell of each slot whether the planned steps bring its request to its token limit."""
+        is_full: NDArray[np.bool_] = (
+            self._state[kernels.TOKENS, slots] >= self._state[kernels.LIMIT, slots]
+        )
+        return is_full
+
+    def past_tokens(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Return [n] the tokens computed before each entry of the latest plan or the one before."""
+        return self._buffers[(plan.step - 1) & 1].past[: plan.slots.size]
+
+    def emits(self, plan: StepPlan) -> NDArray[np.bool_]:
+        """Tell of each entry of the latest plan whether it brings a token."""
+        state = self._state
+        pending = state[kernels.TOKENS, plan.slots] - state[kernels.COMPUTED, plan.slots]
+        does_emit: NDArray[np.bool_] = (pending == 1) & (plan.num_tokens > 0)
+        return does_emit
 
     def set_verify_lengths(self, slots: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Set the draft tokens that each request's next decode verifies, >= 0."""
