@@ -188,6 +188,8 @@ class SimCluster:
             settings=settings or _patient_settings(self.cost, policy),
         )
         host.tick = self.controller.tick
+        # Held requests are released by reports.
+        self.loop.batch.is_watched = lambda: self.controller.num_waiting_requests > 0
         self._is_started = False
         self._num_submitted = 0
 

@@ -10,6 +10,7 @@ no word) and `thaw`, `slow`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,9 @@ from dsched.sim.loop import OutputBatch, Timer, Timers
 
 IDLE_REPORT_NS = 1_000_000_000
 """Time between reports of an idle engine."""
+
+MAX_KEPT_STEPS = 256
+"""Steps whose output is kept back at most. Above: memory. Below: more deliveries."""
 
 CAPABILITIES = EngineCapabilities(
     can_stream_logprobs=True,
@@ -95,10 +99,18 @@ class SimDriver:
         self._is_frozen = False
         self._is_closed = False
         self._slow_factor = 1.0
+        self._step_ns = 0
+        """Duration of the step that runs now."""
         self._last_step_ns = 0
         self._num_starts = 0
         self._seq = [0] * engine.config.num_dp_ranks
-        self._reported: NDArray[np.int64] = np.zeros((len(self._seq), 4), dtype=np.int64)
+        self._loads: NDArray[np.int64] = np.zeros((len(self._seq), 4), dtype=np.int64)
+        """[D, 4] load after the last step: what the next report says, whenever it leaves."""
+        self._step_tokens: NDArray[np.int64] = np.zeros(len(self._seq), dtype=np.int64)
+        self._num_steps = 0
+        self._kept_reports: list[list[RankReport]] = []
+        """Of each step since output was last handed out."""
+        self._reported = self._loads
         """[D, 4] load as last published; a new engine is known to be empty."""
         self._is_up = False
         self.on_step: Callable[[SimEngine, int], None] | None = None
@@ -165,6 +177,7 @@ class SimDriver:
         self._hand_out()
         self._is_dead = True
         self._is_up = False
+        self._kept_reports.clear()
         self._cancel_step()
         self.engine.clear()
         lost, self._sinks = self._sinks, {}
@@ -233,8 +246,8 @@ class SimDriver:
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
-        self._last_step_ns = max(1, round(duration_ns * self._slow_factor))
-        self._schedule_step_end(self._last_step_ns)
+        self._step_ns = max(1, round(duration_ns * self._slow_factor))
+        self._schedule_step_end(self._step_ns)
 
     def _schedule_step_end(self, duration_ns: int) -> None:
         self._step_end_ns = self._timers.now_ns() + duration_ns
@@ -249,26 +262,28 @@ class SimDriver:
     def _end_step(self) -> None:
         self._step_timer = self._step_end_ns = None
         has_news = self.engine.complete_step()
+        self._look_at_loads(step_ns=self._step_ns)
         if self.on_step is not None:
-            self.on_step(self.engine, self._last_step_ns)
+            self.on_step(self.engine, self._step_ns)
+        self._queue_reports()
         if self._batch is None:
             self._hand_out()
-        elif has_news:
+        elif has_news or self._batch.is_watched() or len(self._kept_reports) >= MAX_KEPT_STEPS:
             self._batch.flush()
-        elif self._faults.delay_ns:
-            self._report()
-        if has_news:
-            self._kick_soon()
-        else:
-            self._kick()
+        # What was handed out may lead to requests at this very moment; they join the next step.
+        self._kick_soon()
 
     # --- output ----------------------------------------------------------------------------
 
     def _hand_out(self) -> None:
-        """Deliver all output there is, then the loads that belong to it."""
+        """Deliver all output there is, between the reports of earlier steps and of the last."""
+        kept, self._kept_reports = self._kept_reports, []
+        for reports in kept[:-1]:
+            self._publish(reports)
         for attempt in self.engine.take_output():
             self._deliver(attempt)
-        self._report()
+        for reports in kept[-1:]:
+            self._publish(reports)
 
     def _deliver(self, attempt: SimAttempt) -> None:
         attempt_id = AttemptId(attempt.attempt_id)
@@ -334,7 +349,8 @@ class SimDriver:
             return
         self._num_starts += 1
         self._seq = [0] * len(self._seq)
-        self._reported = np.zeros_like(self._reported)
+        self._look_at_loads(step_ns=0)
+        self._reported = self._loads
         self._is_up = True
         self._listener.on_engine_up(self.describe())
         self._rest_if_idle()
@@ -354,16 +370,14 @@ class SimDriver:
         if self._is_closed or self._is_dead:
             return
         if not self._is_frozen:
-            self._last_step_ns = 0
-            self._report(is_complete=True)
+            self._look_at_loads(step_ns=0)
+            self._queue_reports(is_complete=True)
+            self._hand_out()
         self._rest_if_idle()
 
-    def _report(self, *, is_complete: bool = False) -> None:
-        """Publish the load of each rank whose load changed, or of every rank."""
-        if self._listener is None or not self._is_up or self._is_frozen:
-            return
+    def _look_at_loads(self, *, step_ns: int) -> None:
         loads = self.engine.loads()
-        table = np.stack(
+        self._loads = np.stack(
             (
                 loads.num_running,
                 loads.num_waiting,
@@ -372,24 +386,28 @@ class SimDriver:
             ),
             axis=1,
         )
-        has_changed = (table != self._reported).any(axis=1)
-        ranks = np.flatnonzero(has_changed | is_complete).tolist()
-        self._reported = table
-        if not ranks:
+        self._last_step_ns = step_ns
+        self._num_steps = self.engine.num_steps
+        computed = self.engine.last_step_tokens
+        self._step_tokens = computed if step_ns else np.zeros_like(computed)
+
+    def _queue_reports(self, *, is_complete: bool = False) -> None:
+        """Make the report of each rank whose load changed, or of every rank."""
+        if not self._is_up or self._is_frozen:
             return
-        rows = table.tolist()
-        step_tokens = self.engine.last_step_tokens.tolist()
-        if not self._last_step_ns:
-            step_tokens = [0] * len(rows)
+        has_changed = (self._loads != self._reported).any(axis=1)
+        ranks = np.flatnonzero(has_changed | is_complete).tolist()
+        self._reported = self._loads
+        rows, step_tokens = self._loads.tolist(), self._step_tokens.tolist()
         reports = [self._make_report(rank, rows[rank], step_tokens[rank]) for rank in ranks]
         if self._faults.loss_share and self._rng is not None:
             kept = self._rng.random(len(reports)) >= self._faults.loss_share
             reports = [report for report, keep in zip(reports, kept, strict=True) if keep]
         if self._faults.delay_ns:
             due_ns = self._timers.now_ns() + self._faults.delay_ns
-            self._timers.call_at(due_ns, lambda: self._publish(reports))
-        else:
-            self._publish(reports)
+            self._timers.call_at(due_ns, partial(self._publish, reports))
+            reports = []
+        self._kept_reports.append(reports)
 
     def _make_report(self, rank: int, load: list[int], num_step_tokens: int) -> RankReport:
         self._seq[rank] += 1
@@ -399,7 +417,7 @@ class SimDriver:
             incarnation=f"start-{self._num_starts}",
             dp_rank=rank,
             seq=self._seq[rank],
-            step=self.engine.num_steps,
+            step=self._num_steps,
             num_running=num_running,
             num_waiting=num_waiting,
             num_kv_tokens=num_kv_tokens,

@@ -45,6 +45,8 @@ class OutputBatch:
     def __init__(self) -> None:
         self._flushes: list[Callable[[], None]] = []
         self._is_flushing = False
+        self.is_watched: Callable[[], bool] = lambda: False
+        """Whether somebody acts on every step now, so that nothing may be kept back."""
 
     def add(self, flush: Callable[[], None]) -> None:
         self._flushes.append(flush)
@@ -89,6 +91,8 @@ class SimLoop:
         self._queue: list[tuple[int, int, _SimTimer]] = []
         self._count = 0
         self._is_running = False
+        self._is_dirty = False
+        """A hidden event ran since the last flush."""
 
     def now_ns(self) -> int:
         return self.clock.now_ns()
@@ -115,22 +119,37 @@ class SimLoop:
         if self._is_running:
             raise InvariantError("an event must not run the loop")
         self._is_running = True
-        queue = self._queue
         try:
-            while queue and is_wanted():
-                if limit_ns is not None and queue[0][0] > limit_ns:
-                    break
-                time_ns, _, timer = heapq.heappop(queue)
-                if timer.callback is None:
-                    continue
-                if not timer.is_hidden:
-                    # Still at the time of the last hidden event: what comes out has happened.
-                    self.batch.flush()
-                self.clock.advance_to(time_ns)
-                timer.callback()
-            self.batch.flush()
+            while is_wanted() and self._run_next(limit_ns):
+                pass
+            if self._is_dirty:
+                self._flush()
         finally:
             self._is_running = False
+
+    def _run_next(self, limit_ns: int | None) -> bool:
+        """Run the next event, or hand out what was kept back before it; `False` when at rest."""
+        queue = self._queue
+        while queue and queue[0][2].callback is None:
+            heapq.heappop(queue)
+        is_next = bool(queue) and (limit_ns is None or queue[0][0] <= limit_ns)
+        if self._is_dirty and not (is_next and queue[0][2].is_hidden):
+            # Still at the time of the last hidden event: what comes out has happened by now, and
+            # may lead to events before the one that was next.
+            self._flush()
+            return True
+        if not is_next:
+            return False
+        time_ns, _, timer = heapq.heappop(queue)
+        self._is_dirty = timer.is_hidden
+        self.clock.advance_to(time_ns)
+        assert timer.callback is not None
+        timer.callback()
+        return True
+
+    def _flush(self) -> None:
+        self._is_dirty = False
+        self.batch.flush()
 
 
 class AsyncioTimers:

@@ -50,7 +50,7 @@ class SimModel:
 
     vocab_size: int = 1_024
     ordinary_tokens: NDArray[np.int32] | None = None
-    """Token ids to choose from; `None`: all but the end-of-sequence token."""
+    """Token ids to choose from; `None`: all but those that begin and end an answer."""
     forced_next: NDArray[np.int32] | None = None
     """[vocab_size] the one token that may follow, or -1 for a free choice; `None`: all free."""
     eos_token_id: int | None = None
@@ -71,7 +71,8 @@ class SimModel:
         ordinary = self.ordinary_tokens
         if ordinary is None:
             ordinary = np.arange(self.vocab_size, dtype=np.int32)
-            ordinary = ordinary[ordinary != self.eos_token_id]
+            marks = [mark for mark in (self.eos_token_id, self.turn_token_id) if mark is not None]
+            ordinary = ordinary[~np.isin(ordinary, marks)]
         if len(ordinary) == 0 or ordinary.min() < 0 or ordinary.max() >= self.vocab_size:
             raise ValueError(f"ordinary_tokens must be ids below {self.vocab_size}, at least one")
         object.__setattr__(self, "ordinary_tokens", ordinary)
