@@ -12,8 +12,8 @@ STATE_DIR = Path(__file__).parents[1] / ".dsched" / "tests"
 
 @pytest.fixture(scope="session")
 def vllm_engines() -> Iterator[TinyEngines]:
-    """Two vLLM servers with dsched's scheduler over the tiny model."""
+    """One vLLM server with dsched's scheduler over the tiny model."""
     if not is_vllm_there():
         pytest.skip("no vLLM environment; run `make .venv-vllm/.ready`")
-    with running_engines(num_engines=2, state_dir=STATE_DIR) as engines:
+    with running_engines(num_engines=1, state_dir=STATE_DIR) as engines:
         yield engines
