@@ -11,7 +11,7 @@ A policy's throughput is the expected number of emitted tokens over the time of 
 policies see the same requests. The step cost curve is the truth, whatever a policy believes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Protocol
@@ -225,14 +225,15 @@ class _Meter:
 
     WARM_UP_STEPS: Final = 10
 
-    def __init__(self) -> None:
+    def __init__(self, skip_steps: int = WARM_UP_STEPS) -> None:
+        self._skip_steps = skip_steps
         self.emitted = self.seconds = 0.0
         self.verified = self.requests = 0
         self._step = 0
 
     def add(self, *, emitted: float, seconds: float, verified: int, num_requests: int) -> None:
         self._step += 1
-        if self._step > self.WARM_UP_STEPS:
+        if self._step > self._skip_steps:
             self.emitted += emitted
             self.seconds += seconds
             self.verified += verified
@@ -294,6 +295,8 @@ class Planned:
     """Smooth the believed curve."""
     is_tracked: bool = False
     """Smooth it, and move it by measured step times."""
+    learning_steps: int = _Meter.WARM_UP_STEPS
+    """Steps that are not counted."""
 
     def run(self, trace: DraftTrace, cost: SpecCost) -> Throughput:
         return self.run_shown(trace, cost, shown=trace.confidence)
@@ -302,7 +305,7 @@ class Planned:
         self, trace: DraftTrace, cost: SpecCost, *, shown: NDArray[np.float64]
     ) -> Throughput:
         """As `run`, where the policy is `shown` other confidences [S, R, K] than the true ones."""
-        meter, gate = _Meter(), DraftGate()
+        meter, gate = _Meter(self.learning_steps), DraftGate()
         survival = np.cumprod(trace.confidence, axis=2)
         num_requests, num_positions = trace.confidence.shape[1:]
         slots = np.arange(num_requests)
@@ -539,3 +542,36 @@ def _next_token(rng: np.random.Generator, token: NDArray[np.float64]) -> NDArray
 
 def _sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     return 1.0 / (1.0 + np.exp(-logits))
+
+
+APPENDIX_A_TARGET: Final = 0.7
+"""The target's probability of token A (else B) in the example of DSpark's Appendix A."""
+APPENDIX_A_DRAFT: Final = 0.5
+"""The drafter's."""
+APPENDIX_A_CONFIDENCE: Final = {"A": ((0.8, 0.9),), "B": ((0.8, 0.0),)}
+"""[1, 2] confidences after drafting A or B first: the second position betrays the first token."""
+
+
+def appendix_a_cost() -> StepCostCurve:
+    """Return the example's cost: steps of 1, 2, 3 tokens run 1, .5, .45 times a second."""
+    return StepCostCurve.from_samples([1, 2, 3], [1.0, 1 / 0.5, 1 / 0.45])
+
+
+def share_of_a(length_of: Callable[[str, str], int], *, seed: int, num_draws: int) -> float:
+    """Play the example: how often the first emitted token is A.
+
+    `length_of` gives the verify length from the token drafted first now and two steps ago. A
+    lossless one gives `APPENDIX_A_TARGET`.
+    """
+    rng = stream(seed, "spec-appendix-a")
+    now, before = np.where(rng.random((2, num_draws)) < APPENDIX_A_DRAFT, 0, 1)
+    lengths = np.array([[length_of(x, y) for y in "AB"] for x in "AB"])
+    is_verified = lengths[now, before] > 0
+    # Speculative sampling: keep a drafted token with min(1, p/q), else draw from what is left of
+    # the target, which is A only. Without a draft token the target draws itself.
+    keep_a = min(1.0, APPENDIX_A_TARGET / APPENDIX_A_DRAFT)
+    keep_b = min(1.0, (1 - APPENDIX_A_TARGET) / (1 - APPENDIX_A_DRAFT))
+    is_kept = rng.random(num_draws) < np.array([keep_a, keep_b])[now]
+    is_a_if_verified = (now == 0) | ~is_kept
+    is_a_if_drawn = rng.random(num_draws) < APPENDIX_A_TARGET
+    return float(np.where(is_verified, is_a_if_verified, is_a_if_drawn).mean())

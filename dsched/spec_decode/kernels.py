@@ -52,21 +52,40 @@ WRONG_CONFIDENCE = -2
 
 
 @njit(cache=True, nogil=True)
+def _bin_shift(num_tokens: int) -> int:
+    """Bits that a bin covers: a few tokens a bin, but no more bins than fit the cache."""
+    bits = 4
+    while bits < _MAX_BIN_BITS and (4 << bits) < num_tokens:
+        bits += 1
+    return UNIT_BITS - bits
+
+
+@njit(cache=True, nogil=True)
+def num_bins(num_tokens: int) -> int:
+    """Cells of the histogram of up to `num_tokens` survivals."""
+    cells: int = (ONE >> _bin_shift(num_tokens)) + 1
+    return cells
+
+
+@njit(cache=True, nogil=True)
 def fill_survival(
     confidence: NDArray[Any],
     acceptance: NDArray[np.float64],
     num_drafts: NDArray[np.int64],
     units: NDArray[np.int32],
+    histogram: NDArray[np.int64],
 ) -> int:
-    """Fill `units` [K, R] with the survival of every draft token.
+    """Fill `units` [K, R] with the survival of every draft token, and count it in `histogram`.
 
     `confidence` [R, K]. NaN is replaced by `acceptance` [K] of its position; with an empty
     `acceptance` NaN is wrong. `num_drafts` (or empty: K each) says how many tokens exist; of fewer
-    requests than R, where the same requests follow each other several times.
+    requests than R, where the same requests follow each other several times. `histogram`, zeros of
+    `num_bins` cells, gets count and sum of each bin packed into one number, best survivals first.
     Returns `OK`, or the flat index of the first wrong confidence.
     """
     num_requests, num_positions = confidence.shape
     has_counts = num_drafts.size > 0
+    shift = _bin_shift(units.size)
     for r in range(num_requests):
         survival = 1.0
         last = num_drafts[r % num_drafts.size] if has_counts else num_positions
@@ -81,39 +100,10 @@ def fill_survival(
                     return wrong
                 c = acceptance[k]
             survival *= c
-            units[k, r] = np.int32(survival * ONE)
+            u = np.int64(survival * ONE)
+            units[k, r] = u
+            histogram[(ONE - u) >> shift] += (1 << _COUNT_SHIFT) + u
     return OK
-
-
-@njit(cache=True, nogil=True)
-def has_gaps(confidence: NDArray[Any]) -> bool:
-    """Whether `confidence` [R, K] holds a NaN."""
-    # Counting all has no early exit, which lets the compiler compare many at once.
-    gaps = np.int32(0)
-    for c in confidence.ravel():
-        gaps += np.int32(c != c)
-    return bool(gaps > 0)
-
-
-@njit(cache=True, nogil=True)
-def _bin_shift(num_tokens: int) -> int:
-    """Bits that a bin covers: a few tokens a bin, but no more bins than fit the cache."""
-    bits = 4
-    while bits < _MAX_BIN_BITS and (4 << bits) < num_tokens:
-        bits += 1
-    return UNIT_BITS - bits
-
-
-@njit(cache=True, nogil=True)
-def _histogram(units: NDArray[np.int32], shift: int) -> NDArray[np.int64]:
-    """Count and sum of the survivals of each bin, packed into one number; best survivals first."""
-    histogram = np.zeros((ONE >> shift) + 1, dtype=np.int64)
-    for k in range(units.shape[0]):
-        for r in range(units.shape[1]):
-            u = np.int64(units[k, r])
-            if u >= 0:
-                histogram[(ONE - u) >> shift] += (1 << _COUNT_SHIFT) + u
-    return histogram
 
 
 @njit(cache=True, nogil=True)
@@ -142,10 +132,9 @@ def _candidate_bins(
     ends and below the lines through them with the bin's largest and smallest survival.
     Rates here are `num_steps` times as high.
     """
-    num_bins = histogram.size
     best = base_units / (cost_ns[base_tokens] + extra_ns)
     start, total = 0, base_units
-    for b in range(num_bins):
+    for b in range(histogram.size):
         if histogram[b] > 0:
             count, units = histogram[b] >> _COUNT_SHIFT, histogram[b] & _SUM_MASK
             n = (start + count) // num_steps
@@ -156,7 +145,7 @@ def _candidate_bins(
             start, total = start + count, total + units
     first, last = 0, -1
     start, total = 0, base_units
-    for b in range(num_bins):
+    for b in range(histogram.size):
         count, units = histogram[b] >> _COUNT_SHIFT, histogram[b] & _SUM_MASK
         if count == 0:
             continue
@@ -185,6 +174,7 @@ def _candidate_bins(
 @njit(cache=True, nogil=True)
 def budget_for(
     units: NDArray[np.int32],
+    histogram: NDArray[np.int64],
     num_requests: int,
     base_tokens: int,
     cost_ns: NDArray[np.float64],
@@ -193,15 +183,14 @@ def budget_for(
 ) -> tuple[int, float]:
     """The budget n that maximises (R + S(n)) / (cost_ns[base_tokens + n] + extra_ns).
 
-    `units` [K, H * R] survivals of R requests in H steps; S(n) is the sum of the H * n best, over
-    H: what the n best of a step are worth. `base_tokens` are the tokens of the
+    `units` [K, H * R] survivals of R requests in H steps, and their histogram; S(n) is the sum of
+    the H * n best, over H: what the n best of a step are worth. `base_tokens` are the tokens of the
     step without drafts; `tier_end` [B] is the last token count that costs as much as B tokens.
     Of equal rates the smallest n counts, filled up to the end of its tier, which is paid for: these
     tokens may have become better since. Returns n and its rate, in units a nanosecond.
     """
     num_steps = units.shape[1] // num_requests
     shift = _bin_shift(units.size)
-    histogram = _histogram(units, shift)
     num_tokens = _num_tokens(histogram) // num_steps
     base_units = num_requests * num_steps * ONE
     first, last = _candidate_bins(
@@ -283,6 +272,7 @@ def _kth_largest(values: NDArray[np.int32], rank: int) -> int:
 @njit(cache=True, nogil=True)
 def select_best(
     units: NDArray[np.int32],
+    histogram: NDArray[np.int64],
     budget: int,
     lengths: NDArray[np.int32],
 ) -> tuple[int, int]:
@@ -294,7 +284,6 @@ def select_best(
     """
     lengths[:] = 0
     shift = _bin_shift(units.size)
-    histogram = _histogram(units, shift)
     num_tokens = _num_tokens(histogram)
     wanted = min(budget, num_tokens)
     if wanted <= 0:
@@ -352,19 +341,25 @@ def plan_asynchronous(
     """
     num_requests, num_positions = confidence.shape
     older = np.empty((num_positions, history.shape[0]), dtype=np.int32)
-    wrong = fill_survival(history, acceptance, num_drafts, older)
+    histogram = np.zeros(num_bins(older.size), dtype=np.int64)
+    wrong = fill_survival(history, acceptance, num_drafts, older, histogram)
     if wrong != OK:
         return WRONG_HISTORY, wrong, 0.0, 0, 0
-    budget, rate = budget_for(older, num_requests, base_tokens, cost_ns, tier_end, draft_ns)
+    budget, rate = budget_for(
+        older, histogram, num_requests, base_tokens, cost_ns, tier_end, draft_ns
+    )
     gain = rate * cost_ns[base_tokens] / (num_requests * ONE) - 1.0
     if gain <= 0.0 and draft_ns > 0.0:
         # These tokens are drafted already; only the cost of the next draft can still be saved.
-        budget, rate = budget_for(older, num_requests, base_tokens, cost_ns, tier_end, 0.0)
+        budget, rate = budget_for(
+            older, histogram, num_requests, base_tokens, cost_ns, tier_end, 0.0
+        )
     units = np.empty((num_positions, num_requests), dtype=np.int32)
-    wrong = fill_survival(confidence, acceptance[:0], num_drafts, units)
+    histogram = np.zeros(num_bins(units.size), dtype=np.int64)
+    wrong = fill_survival(confidence, acceptance[:0], num_drafts, units, histogram)
     if wrong != OK:
         return WRONG_CONFIDENCE, wrong, 0.0, 0, 0
-    given, total = select_best(units, budget, lengths)
+    given, total = select_best(units, histogram, budget, lengths)
     return budget, OK, gain, given, total
 
 
@@ -480,6 +475,7 @@ def budget_by_density(
 @njit(cache=True, nogil=True)
 def select_by_density(
     units: NDArray[np.int32],
+    histogram: NDArray[np.int64],
     token_ns: NDArray[np.float64],
     budget: int,
     num_by_survival: int,
@@ -490,7 +486,7 @@ def select_by_density(
     A request's own later tokens never come before an earlier one in either order, so what is
     chosen still depends on nothing behind a token.
     """
-    given, total = select_best(units, num_by_survival, lengths)
+    given, total = select_best(units, histogram, num_by_survival, lengths)
     num_requests = units.shape[1]
     flat = units.ravel()
     order = _order_by_density(units, token_ns)

@@ -116,6 +116,12 @@ class CostTable(NamedTuple):
     """[B + 1] the last token count, up to B, that costs the same."""
 
 
+class _Survival(NamedTuple):
+    units: NDArray[np.int32]
+    """[K, R] survivals in units of 2**-30."""
+    histogram: NDArray[np.int64]
+
+
 class _Cost(NamedTuple):
     """What this step costs, as the kernels need to know it."""
 
@@ -195,13 +201,14 @@ def plan_verify_lengths(
         cost = cost._replace(context=_context_arrays(context, num_requests, num_positions, cost))
     older = _older(history, acceptance, matrix)
 
+    made = None
     if budget is None and mode is VerifyMode.FIXED:
         made = _plan_fixed(matrix, counts, fixed_length, cost)
     elif budget is not None or step_cost.is_flat or not matrix.size:
         made = _plan_given(matrix, counts, budget, cost)
     elif mode is VerifyMode.ASYNCHRONOUS and older is not None:
         made = _plan_asynchronous(matrix, *older, counts, cost)
-    else:
+    if made is None:
         mode = VerifyMode.SYNCHRONOUS
         made = _plan_synchronous(matrix, counts, cost)
     made.lengths.flags.writeable = False
@@ -223,7 +230,8 @@ def _plan_asynchronous(
     acceptance: NDArray[np.float64],
     counts: NDArray[np.int64],
     cost: _Cost,
-) -> _Decision:
+) -> _Decision | None:
+    """None if nothing is known of any request."""
     if cost.context is not None:
         return _plan_by_density(confidence, history, acceptance, counts, cost)
     lengths = np.empty(len(confidence), dtype=np.int32)
@@ -238,11 +246,15 @@ def _plan_asynchronous(
         cost.draft_ns,
         lengths,
     )
-    if budget == kernels.WRONG_HISTORY:
-        raise _wrong_confidence("history", history, wrong, len(confidence))
     if budget == kernels.WRONG_CONFIDENCE:
         raise _wrong_confidence("confidence", confidence, wrong, len(confidence))
-    return _Decision(budget, gain, lengths, num_tokens, units)
+    if budget != kernels.WRONG_HISTORY:
+        return _Decision(budget, gain, lengths, num_tokens, units)
+    if acceptance.size or not np.isnan(history.flat[wrong]):
+        raise _wrong_confidence("history", history, wrong, len(confidence))
+    # A gap: looking for one beforehand would cost every plan.
+    mean = _mean_confidence(history)
+    return mean if mean is None else _plan_asynchronous(confidence, history, mean, counts, cost)
 
 
 def _plan_by_density(
@@ -251,15 +263,18 @@ def _plan_by_density(
     acceptance: NDArray[np.float64],
     counts: NDArray[np.int64],
     cost: _Cost,
-) -> _Decision:
+) -> _Decision | None:
     """The asynchronous plan where contexts make tokens of different requests differently dear."""
-    older = _survival("history", history, counts, acceptance)
-    units = _survival("confidence", confidence, counts)
+    start = acceptance if acceptance.size else _mean_confidence(history)
+    if start is None:
+        return None
+    older, _ = _survival("history", history, counts, start)
+    survival = _survival("confidence", confidence, counts)
     budget, rate = _search_by_density(older, cost, cost.draft_ns)
     gain = rate / _rate_without(len(confidence), cost) - 1.0
     if gain <= 0.0 and cost.draft_ns > 0.0:
         budget, _ = _search_by_density(older, cost, 0.0)
-    return _Decision(budget, gain, *_spend(units, budget, cost))
+    return _Decision(budget, gain, *_spend(survival, budget, cost))
 
 
 def _search_by_density(units: NDArray[np.int32], cost: _Cost, draft_ns: float) -> tuple[int, float]:
@@ -277,21 +292,23 @@ def _search_by_density(units: NDArray[np.int32], cost: _Cost, draft_ns: float) -
 def _plan_synchronous(
     confidence: NDArray[Any], counts: NDArray[np.int64], cost: _Cost
 ) -> _Decision:
-    units = _survival("confidence", confidence, counts)
-    budget = kernels.early_stop(units, cost.base_tokens, cost.cost_ns, cost.tier_end, cost.draft_ns)
-    return _with_gain(_Decision(budget, 0.0, *_spend(units, budget, cost)), cost)
+    survival = _survival("confidence", confidence, counts)
+    budget = kernels.early_stop(
+        survival.units, cost.base_tokens, cost.cost_ns, cost.tier_end, cost.draft_ns
+    )
+    return _with_gain(_Decision(budget, 0.0, *_spend(survival, budget, cost)), cost)
 
 
 def _plan_given(
     confidence: NDArray[Any], counts: NDArray[np.int64], budget: int | None, cost: _Cost
 ) -> _Decision:
     """Spend `budget`, or verify all that was drafted."""
-    units = _survival("confidence", confidence, counts)
+    survival = _survival("confidence", confidence, counts)
     if budget is None:
-        budget = int((units >= 0).sum())
+        budget = int((survival.units >= 0).sum())
     if budget < 0:
         raise ValueError(f"budget is {budget}; a count is not negative")
-    return _with_gain(_Decision(budget, 0.0, *_spend(units, budget, cost)), cost)
+    return _with_gain(_Decision(budget, 0.0, *_spend(survival, budget, cost)), cost)
 
 
 def _plan_fixed(
@@ -300,7 +317,7 @@ def _plan_fixed(
     fixed_length: int | None,
     cost: _Cost,
 ) -> _Decision:
-    units = _survival("confidence", confidence, counts)
+    units, _ = _survival("confidence", confidence, counts)
     num_positions = units.shape[0]
     length = num_positions if fixed_length is None else fixed_length
     if not 0 <= length <= num_positions:
@@ -312,16 +329,14 @@ def _plan_fixed(
     return _with_gain(_Decision(budget, 0.0, lengths, budget, total), cost)
 
 
-def _spend(
-    units: NDArray[np.int32], budget: int, cost: _Cost
-) -> tuple[NDArray[np.int32], int, int]:
+def _spend(survival: _Survival, budget: int, cost: _Cost) -> tuple[NDArray[np.int32], int, int]:
     """Give `budget` to the best tokens: lengths, tokens given, survivals they sum to."""
-    lengths = np.empty(units.shape[1], dtype=np.int32)
+    lengths = np.empty(survival.units.shape[1], dtype=np.int32)
     if cost.context is None:
-        return lengths, *kernels.select_best(units, budget, lengths)
+        return lengths, *kernels.select_best(*survival, budget, lengths)
     num_by_survival = int(cost.context.fairness * budget)
     return lengths, *kernels.select_by_density(
-        units, cost.context.token_ns, budget, num_by_survival, lengths
+        *survival, cost.context.token_ns, budget, num_by_survival, lengths
     )
 
 
@@ -408,8 +423,8 @@ def _as_counts(
 def _older(
     history: ArrayLike | None, acceptance: ArrayLike | None, confidence: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[np.float64]] | None:
-    """What is known since earlier steps: history [R, K], and acceptance [K] for its gaps (empty
-    where there are none). None if nothing is known."""
+    """What is known since earlier steps: history [H * R, K], and acceptance [K] for its gaps (empty
+    where none was given). None if nothing was given."""
     if history is None and acceptance is None:
         return None
     if history is None:
@@ -417,8 +432,12 @@ def _older(
     else:
         matrix = _as_steps(history, confidence)
     if acceptance is None:
-        mean = _mean_confidence(matrix) if kernels.has_gaps(matrix) else _NO_ACCEPTANCE
-        return None if mean is None else (matrix, mean)
+        return matrix, _NO_ACCEPTANCE
+    return matrix, _as_acceptance(acceptance, confidence)
+
+
+def _as_acceptance(acceptance: ArrayLike, confidence: NDArray[Any]) -> NDArray[np.float64]:
+    """[K] floats of a number or one number a position."""
     start = np.asarray(acceptance, dtype=np.float64)
     if start.shape not in ((), confidence.shape[1:]):
         raise ValueError(
@@ -426,8 +445,8 @@ def _older(
             f"{confidence.shape[1]} positions"
         )
     if not ((start >= 0.0) & (start <= 1.0)).all():
-        raise ValueError(f"acceptance is {acceptance}; it must be in [0, 1]")
-    return matrix, np.ascontiguousarray(np.broadcast_to(start, confidence.shape[1:]))
+        raise ValueError(f"acceptance is {acceptance!r}; it must be in [0, 1]")
+    return np.ascontiguousarray(np.broadcast_to(start, confidence.shape[1:]))
 
 
 def _mean_confidence(history: NDArray[Any]) -> NDArray[np.float64] | None:
@@ -449,13 +468,13 @@ def _survival(
     confidence: NDArray[Any],
     counts: NDArray[np.int64],
     acceptance: NDArray[np.float64] = _NO_ACCEPTANCE,
-) -> NDArray[np.int32]:
-    """Survival units [K, R] of `confidence` [R, K]."""
+) -> _Survival:
     units = np.empty(confidence.shape[::-1], dtype=np.int32)
-    wrong = kernels.fill_survival(confidence, acceptance, counts, units)
+    histogram = np.zeros(kernels.num_bins(units.size), dtype=np.int64)
+    wrong = kernels.fill_survival(confidence, acceptance, counts, units, histogram)
     if wrong != OK:
         raise _wrong_confidence(name, confidence, wrong, len(confidence))
-    return units
+    return _Survival(units, histogram)
 
 
 def _wrong_confidence(name: str, values: NDArray[Any], index: int, num_requests: int) -> ValueError:
@@ -514,7 +533,7 @@ def survival_units(history: ArrayLike, *, acceptance: ArrayLike | None = None) -
     matrix = _as_matrix(history, "history")
     if not matrix.size:
         return np.zeros(matrix.shape[::-1], dtype=np.int32)
-    older = _older(matrix, acceptance, matrix)
-    if older is None:
+    start = _mean_confidence(matrix) if acceptance is None else _as_acceptance(acceptance, matrix)
+    if start is None:
         raise ValueError("history holds only NaN and no acceptance was given")
-    return _survival("history", matrix, _NO_COUNTS, older[1])
+    return _survival("history", matrix, _NO_COUNTS, start).units
