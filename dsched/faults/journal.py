@@ -300,7 +300,6 @@ class MemoryJournal:
         if entry is None:
             return
         entry.finish_reason = reason
-        entry.open_epoch = None
         self._num_ended_tokens += len(entry.tokens)
         self._on_finished(entry)
 

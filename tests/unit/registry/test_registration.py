@@ -24,6 +24,7 @@ class FlakyRegistry:
         self._clock = clock
         self.file = RegistryFile(MEMORY, clock=clock, boot_id="b")
         self.is_reachable = True
+        self.call_takes_ns = 0
         self.renewals_s: list[float] = []
 
     def _check(self) -> None:
@@ -32,7 +33,9 @@ class FlakyRegistry:
 
     async def grant_lease(self, ttl_s: float) -> int:
         self._check()
-        return self.file.grant_lease(ttl_s)
+        lease_id = self.file.grant_lease(ttl_s)
+        self._clock.advance_to(self._clock.now_ns() + self.call_takes_ns)
+        return lease_id
 
     async def renew_lease(self, lease_id: int) -> None:
         self.renewals_s.append(self._clock.now_ns() / NS_PER_S)
@@ -151,6 +154,16 @@ def test_long_outage_registers_again_under_the_same_keys() -> None:
     assert status.is_registered
     assert status.failed_reason is None
     assert status.num_failures > 3
+
+
+def test_slow_call_does_not_lengthen_the_lease() -> None:
+    """The lease may have begun when the call was sent: of 10 s, 3 s in the call, 7 s are left."""
+    world = World()
+    world.registry.call_takes_ns = 3 * NS_PER_S
+
+    due_ns = asyncio.run(world.registration.step())
+
+    assert due_ns == 6.5 * NS_PER_S
 
 
 def test_failures_are_spaced() -> None:
