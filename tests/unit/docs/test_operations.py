@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from dsched.config import OTHER_VARIABLES
 from dsched.config_load import parse_config
 
 ROOT = Path(__file__).parents[3]
@@ -36,6 +37,13 @@ def test_tables_are_those_of_the_code() -> None:
         "run: python docs/make_tables.py"
     )
     assert make_tables.undocumented_sections() == []
+
+
+def test_every_variable_is_documented() -> None:
+    """Those that are no keys, too: keys follow a rule that the text gives."""
+    text = OPERATIONS.read_text(encoding="utf-8")
+
+    assert [name for name in OTHER_VARIABLES if f"| `{name}` |" not in text] == []
 
 
 def events_of(source: str) -> Iterator[tuple[str, str]]:
