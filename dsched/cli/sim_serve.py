@@ -106,6 +106,8 @@ def serve(
     """
     configure_logging(LoggingConfig(level="warning"))
     console = Console(stderr=json is not None and str(json) == "-")
+    for path in (json, plot):
+        _check_folder(path)
     options: dict[str, Any] = {
         "conversation_gap_s": conversation_gap_s,
         "jitter": jitter,
@@ -241,6 +243,12 @@ def _replay(cluster: SimCluster, workload: Trace, options: dict[str, Any]) -> Re
             progress.update(task, completed=done) if done % stride == 0 or done == total else None
         )
         return cluster.replay(workload, on_progress=report_done, options=options)
+
+
+def _check_folder(path: Path | None) -> None:
+    """Complain before minutes of work, not after."""
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"{path}: cannot be written: the folder {path.parent} does not exist")
 
 
 def _write_json(report: ReplayReport, path: Path) -> None:
