@@ -11,12 +11,15 @@ them is true of the program; what it shows in seconds is true of the cost model.
 - `round_robin`: each request is pinned to the next DP rank number, whatever its size.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from dsched.controller import Controller, ControllerSettings, EngineSpec, PoolSpec
@@ -202,8 +205,9 @@ class SimCluster:
         """Let the controller meet its engines."""
         if not self._is_started:
             self._is_started = True
-            self.controller.start()
-            self.loop.run_until(self.loop.now_ns())
+            with _no_greetings():
+                self.controller.start()
+                self.loop.run_until(self.loop.now_ns())
 
     def submit(
         self,
@@ -381,6 +385,19 @@ class _Replay:
             rank=np.array(ranks, dtype=np.int64),
             is_finished=self.is_finished,
         )
+
+
+@contextmanager
+def _no_greetings() -> Iterator[None]:
+    """Keep "engine came up" off the screen of a program that did not set up logging."""
+    is_default = not structlog.is_configured()
+    if is_default:
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    try:
+        yield
+    finally:
+        if is_default:
+            structlog.reset_defaults()
 
 
 def _idle_rank_ns(cost: StepCost) -> float:
