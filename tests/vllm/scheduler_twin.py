@@ -202,7 +202,7 @@ def run(model: str, mode: str, seed: int) -> dict[str, object]:
         "features": hello.features,
         "missing": hello.missing,
         "kv_capacity_tokens": hello.kv_capacity_tokens,
-        "class": [each.__name__ for each in type(state).__mro__[:3]],
+        "classes": [each.__name__ for each in type(state).__mro__],
     }
 
 

@@ -32,52 +32,11 @@ NUM_TOKENS = 64
 MIN_LEAD = 1e-3
 """Of the best token's logprob over the second: about 100 times the rounding of float32 here."""
 READY_TIMEOUT_S = 400
-WORDS = [
-    "the",
-    "router",
-    "sends",
-    "each",
-    "request",
-    "to",
-    "a",
-    "rank",
-    "that",
-    "answers",
-    "it",
-    "first",
-    "and",
-    "computes",
-    "one",
-    "step",
-    "after",
-    "another",
-    "a",
-    "chunk",
-    "of",
-    "prompt",
-    "then",
-    "token",
-    "by",
-    "token",
-    "while",
-    "experts",
-    "wait",
-    "on",
-    "many",
-    "devices",
-    "until",
-    "the",
-    "slowest",
-    "of",
-    "them",
-    "is",
-    "done",
-    "and",
-    "the",
-    "cache",
-    "stays",
-    "warm",
-]
+STORY = (
+    "the router sends each request to a rank that answers it first and computes one step after "
+    "another a chunk of prompt then token by token while experts wait on many devices until the "
+    "slowest of them is done and the cache stays warm"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,8 +177,9 @@ async def stream(session: aiohttp.ClientSession, url: str, prompt: str) -> tuple
 
 
 def make_prompts() -> Iterator[str]:
+    story = STORY.split()
     for index in range(1, 1_000):
-        words = [WORDS[(index * 7 + position**2) % len(WORDS)] for position in range(4 + index % 9)]
+        words = [story[(index * 7 + position**2) % len(story)] for position in range(4 + index % 9)]
         yield f"{index} {' '.join(words)}"
 
 
