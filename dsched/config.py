@@ -32,6 +32,9 @@ OTHER_VARIABLES = (
     "DSCHED_ENDPOINT",
     "DSCHED_ENGINE_ID",
     "DSCHED_AGENT_QUEUE",
+    "DSCHED_STEP_BUDGET_MS",
+    "DSCHED_COSTS",
+    "DSCHED_CHUNK_ALIGNMENT",
     "DSCHED_SHARED",
 )
 """Variables that are no config keys: the file, what an agent inside an engine reads, and where
@@ -357,7 +360,7 @@ class AgentSettings(Section, frozen=True, kw_only=True):
     engine_id: str | None
     """The engine's name in the cluster; `None` lets the agent derive one."""
     max_pending_messages: PositiveInt = 1_024
-    """Messages held while dsched is away; then the oldest are dropped. Never blocks a step."""
+    """Messages held while dsched is away; further ones are dropped. Never blocks a step."""
 
 
 def agent_settings_from_environment() -> AgentSettings:
@@ -376,6 +379,64 @@ def agent_settings_from_environment() -> AgentSettings:
         engine_id=os.environ.get("DSCHED_ENGINE_ID") or None,
         max_pending_messages=int(queue_text),
     )
+
+
+class ChunkSettings(Section, frozen=True, kw_only=True):
+    """How a scheduler inside an engine process plans chunks."""
+
+    step_budget_ms: Annotated[float, Meta(gt=0, le=600_000)] | None
+    """Time a step may take, in milliseconds; `None` leaves chunks to the engine."""
+    costs: str | None
+    """Cost models: a preset's name or a file of `dsched calibrate`; `None` learns from nothing."""
+    chunk_alignment: PositiveInt = 64
+    """Chunks are multiples of this many tokens, except a prompt's last. Below: kernels run partly
+    empty tiles. Above: the budget is used coarsely."""
+
+
+def chunk_settings_from_environment() -> ChunkSettings:
+    """Read `DSCHED_STEP_BUDGET_MS`, `DSCHED_COSTS` and `DSCHED_CHUNK_ALIGNMENT`; empty means not
+    set.
+
+    Raises `ConfigError`, naming the variable, for a value that cannot be used.
+    """
+    budget_text = os.environ.get("DSCHED_STEP_BUDGET_MS") or None
+    alignment_text = os.environ.get("DSCHED_CHUNK_ALIGNMENT") or "64"
+    try:
+        budget_ms = None if budget_text is None else float(budget_text)
+    except ValueError:
+        budget_ms = 0.0
+    if budget_ms is not None and not 0 < budget_ms <= 600_000:
+        raise ConfigError(
+            f"DSCHED_STEP_BUDGET_MS: {budget_text!r} is not a time of 0 to 600000 milliseconds"
+        )
+    if not alignment_text.isdecimal() or int(alignment_text) < 1:
+        raise ConfigError(f"DSCHED_CHUNK_ALIGNMENT: {alignment_text!r} is not a count >= 1")
+    return ChunkSettings(
+        step_budget_ms=budget_ms,
+        costs=os.environ.get("DSCHED_COSTS") or None,
+        chunk_alignment=int(alignment_text),
+    )
+
+
+class VerifySettings(Section, frozen=True, kw_only=True):
+    """How a scheduler inside an engine process plans verify lengths."""
+
+    is_on: bool
+    """Plan them; else the engine verifies what its drafter drafts."""
+    step_cost: str | None
+    """File of a step cost curve (dsched's, SGLang's or TensorRT-LLM's form); `None` learns one from
+    the first steps."""
+
+
+def verify_settings_from_environment() -> VerifySettings:
+    """Read `DSCHED_VERIFY_LENGTHS` (`on`, `off` or empty) and `DSCHED_STEP_COST`.
+
+    Raises `ConfigError`, naming the variable, for a value that cannot be used.
+    """
+    text = os.environ.get("DSCHED_VERIFY_LENGTHS") or "off"
+    if text not in ("on", "off"):
+        raise ConfigError(f"DSCHED_VERIFY_LENGTHS: {text!r} is neither 'on' nor 'off'")
+    return VerifySettings(is_on=text == "on", step_cost=os.environ.get("DSCHED_STEP_COST") or None)
 
 
 def agent_environment(*, endpoint: str, engine_id: str) -> dict[str, str]:

@@ -218,6 +218,24 @@ class StepPlanner:
         does_emit: NDArray[np.bool_] = (pending == 1) & (plan.num_tokens > 0)
         return does_emit
 
+    def sync(
+        self,
+        slots: NDArray[np.int64],
+        num_computed_tokens: NDArray[np.int64],
+        num_tokens: NDArray[np.int64],
+    ) -> None:
+        """Take the state from an engine that keeps its own: exactly `slots` run, with so many
+        tokens computed of so many; all others wait with nothing computed. O(R)."""
+        state, active = self._state, self._order[: self._counters[0]]
+        state[kernels.IS_RUNNING, active] = 0
+        state[kernels.COMPUTED, active] = 0
+        state[kernels.IS_RUNNING, slots] = 1
+        state[kernels.COMPUTED, slots] = num_computed_tokens
+        state[kernels.TOKENS, slots] = num_tokens
+        held = state[kernels.BLOCKS, active] * (1 - state[kernels.IS_RUNNING, active])
+        self._counters[1] += held.sum()
+        state[kernels.BLOCKS, active] -= held
+
     def set_verify_lengths(self, slots: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Set the draft tokens that each request's next decode verifies, >= 0."""
         if lengths.size and lengths.min() < 0:
@@ -272,8 +290,12 @@ class StepPlanner:
             self.num_repaired += num_gone
         return num_gone
 
+    def can_observe(self, plan: StepPlan) -> bool:
+        """Tell whether what `observe` needs of `plan` is still held."""
+        return self._step - plan.step < len(self._buffers)
+
     def observe(self, plan: StepPlan, step_ns: int) -> None:
-        """Learn from how long a planned step took. Call it before the second plan after `plan`."""
+        """Learn from how long a planned step took, while `can_observe`."""
         if not plan.slots.size or step_ns <= 0:
             return
         buffer = self._buffers[(plan.step - 1) & 1]

@@ -8,9 +8,9 @@ Which part needs which hook of vLLM is in `FEATURE_HOOKS`. A vLLM that lacks a h
 that one part and says so in `AgentHello.missing`; a version that was never tried gets a warning,
 not a refusal. Written against vLLM 0.32 (`vllm/v1/core/sched/scheduler.py`).
 
-Later parts go here as methods of the same kind: chunk sizes in `_reserve_prefill_lookahead`, the
-token budget before `super().schedule()`, verify lengths in `update_draft_token_ids` (and in
-`_update_after_schedule` for asynchronous scheduling).
+Chunk sizes by time are in `dsched.drivers.vllm.chunking`. Later parts go here as methods of the
+same kind: verify lengths in `update_draft_token_ids` (and in `_update_after_schedule` for
+asynchronous scheduling).
 
 This module imports nothing of vLLM. Cost: `StepMeter.measure` reads two attributes of each running
 request, below 0.2 us a request where vLLM itself takes more than 10.
@@ -19,7 +19,7 @@ request, below 0.2 us a request where vLLM itself takes more than 10.
 import importlib.metadata
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 from dsched import __version__
@@ -32,7 +32,7 @@ from dsched.drivers.agent import (
     default_engine_id,
     new_incarnation,
 )
-from dsched.drivers.wire import AgentHello
+from dsched.drivers.wire import AgentCommand, AgentHello
 
 TESTED_VERSIONS: Final = ("0.32.",)
 """Prefixes of the vLLM versions that the engine tests ran with."""
@@ -145,6 +145,8 @@ class SchedulerMixin:
     _dsched_meter: StepMeter | None = None
     _dsched_prompts: PromptLedger | None = None
     _dsched_num_errors = 0
+    _dsched_on_command: Callable[[AgentCommand], None] | None = None
+    """What a subclass does with commands, on the agent's thread; `None` refuses them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -225,6 +227,7 @@ class SchedulerMixin:
             hello=hello,
             log=log,
             max_pending_steps=settings.max_pending_messages,
+            on_command=self._dsched_on_command,
         )
         self._dsched_agent.start()
         log.info(
@@ -259,7 +262,7 @@ class SchedulerMixin:
         log.warning("feature.failed feature=%s reason=%r; the engine goes on", feature, error)
         if feature == WAITING_PREFILL_TOKENS:
             self._dsched_prompts = None
-        else:
+        elif feature == LOAD_REPORTS:
             self._dsched_meter = None
         if self._dsched_agent is not None:
             self._dsched_agent.drop_feature(feature)

@@ -8,14 +8,14 @@ classes over one mixin; the mixin holds everything.
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from dsched.drivers.vllm.mixin import SchedulerMixin
+from dsched.drivers.vllm.chunking import ChunkingMixin
 
 
-class DschedScheduler(SchedulerMixin, Scheduler):  # type: ignore[misc]
+class DschedScheduler(ChunkingMixin, Scheduler):  # type: ignore[misc]
     """vLLM's `Scheduler`, reporting to dsched. For engines without asynchronous scheduling."""
 
 
-class DschedAsyncScheduler(SchedulerMixin, AsyncScheduler):  # type: ignore[misc]
+class DschedAsyncScheduler(ChunkingMixin, AsyncScheduler):  # type: ignore[misc]
     """vLLM's `AsyncScheduler`, reporting to dsched. For engines with asynchronous scheduling."""
 
     _dsched_is_async = True

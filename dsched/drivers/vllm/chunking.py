@@ -1,0 +1,338 @@
+"""Chunk sizes by time inside vLLM: `StepPlanner` decides, vLLM keeps all its books.
+
+Before each `schedule()` the planner takes over which requests run and how far they are, and plans
+the step. vLLM then asks `_reserve_prefill_lookahead` how many prompt tokens it may give to each
+request, and gets the planned chunk; requests whose turn it is not get none. Waiting requests that
+have a chunk are moved to the head of the queue, because vLLM stops at the first that gets nothing.
+Decodes are not touched. After the step its time teaches the cost models.
+
+With asynchronous scheduling `schedule()` runs while the device computes the step before, so the
+plan costs the device nothing; without, it adds the planner's microseconds to a step.
+
+Nothing here can hold a request back for ever or break a step: whatever vLLM does differently (a
+prefix hit, no KV, a paused queue) is counted in `num_differed` and taken over in the next plan. A
+step in which nothing ran although something was planned hands the next one to vLLM; so does a
+planner that is slow again and again (`num_fallbacks`). An exception switches chunk control off and
+leaves vLLM's own rule.
+
+Hooks of vLLM 0.32 (`vllm/v1/core/sched/scheduler.py`): `schedule`, `_reserve_prefill_lookahead`,
+`update_from_output`, `add_request`, `_free_request`, `running`, `waiting`. Only for the first-come
+policy: with priorities the order of the queue is vLLM's.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from dsched.clock import Clock, SystemClock
+from dsched.config import ChunkSettings, chunk_settings_from_environment
+from dsched.costs.presets import load_cost_models
+from dsched.drivers.vllm.mixin import SchedulerMixin, log
+from dsched.drivers.wire import AgentCommand, SetStepBudget
+from dsched.ids import RequestId
+from dsched.scheduler import ChunkRule, StepPlan, StepPlanner
+
+CHUNK_BUDGET: Final = "chunk_budget"
+HOOKS: Final = ("_reserve_prefill_lookahead", "_free_request", "running", "waiting", "requests")
+"""Methods and attributes of vLLM's scheduler that chunk control needs."""
+MAX_WAITING: Final = 8_192
+"""Waiting requests that are planned for; beyond them vLLM decides."""
+SLOW_PLAN_NS: Final = 2_000_000
+"""A plan that takes longer counts as late: a hundred times what it should."""
+MAX_LATE_IN_A_ROW: Final = 16
+"""Late plans before vLLM decides for a while: this machine has no time for us."""
+PAUSE_STEPS: Final = 1_000
+"""Steps for which vLLM decides after late plans."""
+MAX_STEPS_IN_FLIGHT: Final = 64
+NS_PER_MS: Final = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flight:
+    """A planned step between `schedule` and `update_from_output`."""
+
+    plan: StepPlan | None
+    """`None` if vLLM did otherwise, so the plan's time means nothing."""
+    start_ns: int
+
+
+class ChunkControl:
+    """What one scheduler needs to be planned for. Reads vLLM's objects, changes only the order of
+    its waiting queue."""
+
+    def __init__(self, planner: StepPlanner, clock: Clock) -> None:
+        self.planner = planner
+        self.num_plans = 0
+        """Steps planned."""
+        self.num_late = 0
+        """Plans that took longer than SLOW_PLAN_NS."""
+        self.num_fallbacks = 0
+        """Steps that were left to vLLM."""
+        self.num_differed = 0
+        """Chunks that vLLM gave otherwise than planned."""
+        self._clock = clock
+        self._slot_of: dict[str, int] = {}
+        self._chunk_of: dict[str, int] = {}
+        self._running_slots: list[int] = []
+        self._plan: StepPlan | None = None
+        self._is_ours = False
+        self._flights: deque[_Flight] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
+        self._last_end_ns = 0
+        self._late_in_a_row = 0
+        self._pause_steps = 0
+
+    @property
+    def chunks(self) -> Mapping[str, int]:
+        """The planned chunks of the step that is being scheduled, by request id."""
+        return self._chunk_of
+
+    def add(self, request: Any) -> None:
+        """Plan for a request from now on. One that cannot be planned for is vLLM's."""
+        try:
+            self._slot_of[request.request_id] = self.planner.add(
+                RequestId(request.request_id),
+                num_prompt_tokens=max(1, request.num_tokens),
+                max_output_tokens=max(1, request.max_tokens),
+            )
+        except ValueError as error:
+            log.debug("request.unplanned reason=%s", error)
+
+    def remove(self, request: Any) -> None:
+        """Forget a request that ended. Unknown ones are ignored."""
+        if self._slot_of.pop(request.request_id, None) is not None:
+            self.planner.finish(RequestId(request.request_id))
+
+    def before_schedule(self, scheduler: Any) -> None:
+        """Plan the step that vLLM is about to schedule. O(R)."""
+        self._chunk_of.clear()
+        self._plan = None
+        self._is_ours = self._pause_steps == 0
+        if not self._is_ours:
+            self._pause_steps -= 1
+            self.num_fallbacks += 1
+            return
+        start_ns = self._clock.now_ns()
+        self._sync(scheduler.running)
+        self._plan = plan = self.planner.plan()
+        planner = self.planner
+        first = plan.num_decodes
+        for slot, chunk in zip(
+            plan.slots[first:].tolist(), plan.num_tokens[first:].tolist(), strict=True
+        ):
+            self._chunk_of[planner.request_id(slot)] = chunk
+        if self._chunk_of:
+            self._move_to_front(scheduler)
+        self.num_plans += 1
+        self._watch_time(self._clock.now_ns() - start_ns)
+
+    def chunk(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Return the tokens that a request may get of the `num_new_tokens` that vLLM would give."""
+        if not self._is_ours:
+            return num_new_tokens
+        planned = self._chunk_of.get(request.request_id)
+        if planned is not None:
+            return min(planned, num_new_tokens)
+        length = request.num_tokens + request.num_output_placeholders
+        is_decode = length - num_computed_tokens <= 1
+        if is_decode or request.request_id not in self._slot_of:
+            return num_new_tokens
+        return 0
+
+    def after_schedule(self, output: Any) -> None:
+        """Compare what vLLM scheduled with the plan."""
+        scheduled = output.num_scheduled_tokens
+        plan = self._plan
+        if plan is not None:
+            differed = sum(
+                scheduled.get(request_id, 0) != chunk
+                for request_id, chunk in self._chunk_of.items()
+            )
+            self.num_differed += differed
+            total = int(plan.num_tokens.sum())
+            if total and not scheduled:
+                # Nothing ran: let vLLM try before anything is planned again.
+                self._pause_steps = 1
+            if differed or output.total_num_scheduled_tokens != total:
+                plan = None
+        self._flights.append(_Flight(plan=plan, start_ns=self._clock.now_ns()))
+
+    def after_step(self) -> None:
+        """Learn from a step that has ended."""
+        if not self._flights:
+            return
+        end_ns = self._clock.now_ns()
+        flight = self._flights.popleft()
+        step_ns = end_ns - max(flight.start_ns, self._last_end_ns)
+        self._last_end_ns = end_ns
+        if flight.plan is not None and self.planner.can_observe(flight.plan):
+            self.planner.observe(flight.plan, step_ns)
+
+    def _sync(self, running: Any) -> None:
+        slot_of = self._slot_of
+        requests = running
+        if any(request.request_id not in slot_of for request in running):
+            requests = [request for request in running if request.request_id in slot_of]
+        # Three flat lists: numpy takes them several times faster than rows.
+        self._running_slots = [slot_of[request.request_id] for request in requests]
+        self.planner.sync(
+            np.array(self._running_slots, dtype=np.int64),
+            np.array([request.num_computed_tokens for request in requests], dtype=np.int64),
+            np.array(
+                [request.num_tokens + request.num_output_placeholders for request in requests],
+                dtype=np.int64,
+            ),
+        )
+
+    def _move_to_front(self, scheduler: Any) -> None:
+        """Let the waiting requests that have a chunk be the first of the queue, in plan order."""
+        waiting = scheduler.waiting
+        running_slots = set(self._running_slots)
+        planned = [
+            scheduler.requests[request_id]
+            for request_id in self._chunk_of
+            if self._slot_of[request_id] not in running_slots
+        ]
+        if all(request is other for request, other in zip(planned, waiting, strict=False)):
+            return
+        for request in reversed(planned):
+            if request in waiting:
+                waiting.remove_request(request)
+                waiting.prepend_request(request)
+
+    def _watch_time(self, plan_ns: int) -> None:
+        if plan_ns <= SLOW_PLAN_NS:
+            self._late_in_a_row = 0
+            return
+        self.num_late += 1
+        self._late_in_a_row += 1
+        if self._late_in_a_row >= MAX_LATE_IN_A_ROW:
+            self._late_in_a_row = 0
+            self._pause_steps = PAUSE_STEPS
+            log.warning("chunks.paused reason='late plans' steps=%d", PAUSE_STEPS)
+
+
+class ChunkingMixin(SchedulerMixin):
+    """`SchedulerMixin` with chunk control, on if `DSCHED_STEP_BUDGET_MS` is set."""
+
+    _dsched_chunks: ChunkControl | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        try:
+            self._dsched_chunks = make_chunk_control(self, chunk_settings_from_environment())
+        except Exception as error:  # the door: vLLM must start without us
+            self._dsched_switch_off(CHUNK_BUDGET, error)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own, over planned chunks."""
+        if self._dsched_chunks is None:
+            return super().schedule(*args, **kwargs)
+        try:
+            self._dsched_chunks.before_schedule(self)
+        except Exception as error:  # the door: a step must not fail through us
+            self._dsched_switch_off(CHUNK_BUDGET, error)
+        output = super().schedule(*args, **kwargs)
+        if self._dsched_chunks is not None:
+            try:
+                self._dsched_chunks.after_schedule(output)
+            except Exception as error:  # the door
+                self._dsched_switch_off(CHUNK_BUDGET, error)
+        return output
+
+    def _reserve_prefill_lookahead(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """vLLM's own, on the planned chunk."""
+        if self._dsched_chunks is not None:
+            try:
+                num_new_tokens = self._dsched_chunks.chunk(
+                    request, num_computed_tokens, num_new_tokens
+                )
+            except Exception as error:  # the door
+                self._dsched_switch_off(CHUNK_BUDGET, error)
+        result: int = super()._reserve_prefill_lookahead(  # type: ignore[misc]
+            request, num_computed_tokens, num_new_tokens
+        )
+        return result
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own; the step's time is learned from first."""
+        if self._dsched_chunks is not None:
+            try:
+                self._dsched_chunks.after_step()
+            except Exception as error:  # the door
+                self._dsched_switch_off(CHUNK_BUDGET, error)
+        return super().update_from_output(scheduler_output, *args, **kwargs)
+
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own; the request is planned for."""
+        result = super().add_request(request, *args, **kwargs)
+        if self._dsched_chunks is not None:
+            try:
+                self._dsched_chunks.add(request)
+            except Exception as error:  # the door
+                self._dsched_switch_off(CHUNK_BUDGET, error)
+        return result
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own; the request is planned for no longer."""
+        if self._dsched_chunks is not None:
+            try:
+                self._dsched_chunks.remove(request)
+            except Exception as error:  # the door
+                self._dsched_switch_off(CHUNK_BUDGET, error)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _dsched_switch_off(self, feature: str, error: Exception) -> None:
+        if feature == CHUNK_BUDGET:
+            self._dsched_chunks = None
+        super()._dsched_switch_off(feature, error)
+
+    def _dsched_on_command(self, command: AgentCommand) -> None:
+        """Runs on the agent's thread; one attribute is set, which the next plan reads."""
+        if not isinstance(command, SetStepBudget):
+            return
+        chunks = self._dsched_chunks
+        if chunks is not None and command.step_budget_ns:
+            chunks.planner.budget_seconds = command.step_budget_ns / 1e9
+        log.info("chunks.budget_set ns=%s planned=%s", command.step_budget_ns, chunks is not None)
+
+
+def make_chunk_control(scheduler: Any, settings: ChunkSettings) -> ChunkControl | None:
+    """Return the control of `scheduler`; `None` where none was asked for or vLLM's settings leave
+    no room for it, which is logged."""
+    if settings.step_budget_ms is None:
+        return None
+    config = scheduler.scheduler_config
+    missing = [name for name in HOOKS if not has_hook(scheduler, name)]
+    if missing:
+        log.warning("chunks.skipped reason='this vLLM lacks %s'", ", ".join(missing))
+        return None
+    if not config.enable_chunked_prefill or config.policy != "fcfs":
+        log.warning(
+            "chunks.skipped reason='needs policy fcfs and chunked prefill' policy=%s", config.policy
+        )
+        return None
+    prefill, decode = load_cost_models(settings.costs)
+    planner = StepPlanner(
+        prefill_cost=prefill,
+        decode_cost=decode,
+        budget_seconds=settings.step_budget_ms / 1e3,
+        max_running_requests=scheduler.max_num_running_reqs,
+        max_requests=scheduler.max_num_running_reqs + MAX_WAITING,
+        rule=ChunkRule(
+            max_step_tokens=scheduler.max_num_scheduled_tokens,
+            alignment=min(settings.chunk_alignment, scheduler.max_num_scheduled_tokens),
+        ),
+    )
+    log.info("chunks.planned budget_ms=%s costs=%s", settings.step_budget_ms, settings.costs)
+    return ChunkControl(planner, SystemClock())
+
+
+def has_hook(scheduler: Any, name: str) -> bool:
+    """Tell whether vLLM's own class or object has `name`; ours do not count."""
+    bases = [each for each in type(scheduler).__mro__ if not issubclass(each, SchedulerMixin)]
+    return name in vars(scheduler) or any(name in vars(each) for each in bases)
