@@ -89,7 +89,13 @@ def journal_samples(status: JournalStatus) -> Iterator[Sample]:
 
 
 def reader_samples(reader: ReportReader) -> Iterator[Sample]:
-    """Messages from agents, before anybody looks at what they say."""
+    """Agents as they are heard, and their messages before anybody looks at what they say."""
+    for agent in reader.agents():
+        labels = (agent.rank_id.engine_id, str(agent.rank_id.dp_rank))
+        yield Sample(name="dsched_agent_up", value=int(agent.is_heard), labels=labels)
+        for feature in agent.missing:
+            name = "dsched_agent_features_missing"
+            yield Sample(name=name, value=1, labels=(*labels, feature))
     yield Sample(name="dsched_agent_messages_total", value=reader.num_received)
     yield Sample(name="dsched_agent_commands_dropped_total", value=reader.num_commands_dropped)
     for reason, count in sorted(reader.drops.items()):

@@ -17,11 +17,13 @@ reports delays tokens by no more than that.
 
 import asyncio
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import msgspec
 import zmq
 
+from dsched.clock import Clock, SystemClock
 from dsched.drivers.wire import (
     WIRE_VERSION,
     AgentCommand,
@@ -46,6 +48,10 @@ MAX_RETIRED_INCARNATIONS: Final = 8
 can be late."""
 MAX_DP_RANKS: Final = 4_096
 """DP ranks of one engine. More is a broken message, not a large engine."""
+SILENCE_NS: Final = 3_000_000_000
+"""Without a word for so long an agent counts as silent; it speaks at least once a second."""
+MAX_MISSING_FEATURES: Final = 16
+"""Names of lost features taken from one agent: they become label values of a metric."""
 MAX_ASKED: Final = 4_096
 """Incarnations that were asked to say hello; an agent that does not answer is not asked again
 until so many others were."""
@@ -65,12 +71,25 @@ class ReportSubscriber(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentStatus:
+    """How dsched hears one rank's agent."""
+
+    rank_id: RankId
+    is_heard: bool
+    """It spoke within `SILENCE_NS` and has not said goodbye."""
+    missing: tuple[str, ...]
+    """Features that it could not attach, or has lost since."""
+
+
 class _Rank:
     """What is remembered of one rank's agent."""
 
-    __slots__ = ("identity", "incarnation", "retired", "seq")
+    __slots__ = ("heard_ns", "identity", "incarnation", "missing", "retired", "seq")
 
     def __init__(self) -> None:
+        self.heard_ns = 0
+        self.missing: tuple[str, ...] = ()
         self.incarnation: str | None = None
         self.seq = -1
         self.identity = b""
@@ -91,7 +110,13 @@ class ReportReader:
     Belongs to one event loop. `subscribe` may come before or after `start`.
     """
 
-    def __init__(self, *, endpoint: str, max_pending_messages: int = MAX_PENDING_MESSAGES) -> None:
+    def __init__(
+        self,
+        *,
+        endpoint: str,
+        max_pending_messages: int = MAX_PENDING_MESSAGES,
+        clock: Clock | None = None,
+    ) -> None:
         self.drops: Counter[str] = Counter()
         """Dropped messages by reason; the reasons are those of the module's docstring."""
         self.num_received = 0
@@ -99,6 +124,7 @@ class ReportReader:
         """Commands to agents that were not there."""
         self._endpoint = endpoint
         self._max_pending_messages = max_pending_messages
+        self._clock = clock or SystemClock()
         self._subscribers: dict[str, ReportSubscriber] = {}
         self._ranks: dict[RankId, _Rank] = {}
         self._asked: OrderedDict[bytes, None] = OrderedDict()
@@ -165,6 +191,18 @@ class ReportReader:
         self._subscribers.pop(engine_id, None)
         for rank_id in [each for each in self._ranks if each.engine_id == engine_id]:
             del self._ranks[rank_id]
+
+    def agents(self) -> tuple[AgentStatus, ...]:
+        """Return every agent that ever greeted under a subscribed engine, by rank id."""
+        now_ns = self._clock.now_ns()
+        return tuple(
+            AgentStatus(
+                rank_id=rank_id,
+                is_heard=rank.incarnation is not None and now_ns - rank.heard_ns < SILENCE_NS,
+                missing=rank.missing,
+            )
+            for rank_id, rank in sorted(self._ranks.items())
+        )
 
     def send(self, rank_id: RankId, command: AgentCommand) -> bool:
         """Send a command to a rank's agent; return whether one is connected to take it."""
@@ -252,6 +290,7 @@ class ReportReader:
             self.drops["old_seq"] += 1
             return False
         rank.seq = report.seq
+        rank.heard_ns = self._clock.now_ns()
         return True
 
     def _is_current_hello(self, hello: AgentHello, identity: bytes) -> bool:
@@ -269,6 +308,8 @@ class ReportReader:
             rank.retire()
             rank.incarnation = hello.incarnation
         rank.identity = identity
+        rank.heard_ns = self._clock.now_ns()
+        rank.missing = hello.missing[:MAX_MISSING_FEATURES]
         self._asked.pop(identity, None)
         return True
 

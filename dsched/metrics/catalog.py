@@ -101,6 +101,19 @@ _METRICS = (
     ),
     _counter("dsched_rank_dispatched_total", "Attempts sent to a DP rank.", "engine", "dp_rank"),
     # Load reports of the agents inside engines.
+    _gauge(
+        "dsched_agent_up",
+        "1 while a DP rank's agent is heard; 0 after three silent seconds or a goodbye.",
+        "engine",
+        "dp_rank",
+    ),
+    _gauge(
+        "dsched_agent_features_missing",
+        "1 for each feature that a DP rank's agent could not attach or has lost.",
+        "engine",
+        "dp_rank",
+        "feature",
+    ),
     _counter("dsched_agent_messages_total", "Messages received from agents."),
     _counter("dsched_agent_commands_dropped_total", "Commands to agents that were not connected."),
     _counter("dsched_reports_dropped_total", "Load reports dropped, by reason.", "reason"),

@@ -9,7 +9,8 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsched.drivers.reports import MAX_RETIRED_INCARNATIONS, ReportReader
+from dsched.clock import ManualClock
+from dsched.drivers.reports import MAX_RETIRED_INCARNATIONS, SILENCE_NS, ReportReader
 from dsched.drivers.wire import (
     WIRE_VERSION,
     AgentGoodbye,
@@ -169,6 +170,24 @@ def test_unsubscribed_engine_is_forgotten(reader: ReportReader, heard: Heard) ->
 
     assert heard.messages == [hello()]
     assert reader.drops == {"foreign": 1, "unknown_incarnation": 1}
+
+
+def test_silence_and_lost_features_are_seen(heard: Heard) -> None:
+    """An agent that fails goes silent or says what it lost; the operator can see both."""
+    clock = ManualClock()
+    reader = ReportReader(endpoint="tcp://127.0.0.1:0", clock=clock)
+    reader.subscribe(ENGINE, heard)
+    receive(reader, hello("a"), hello("b", dp_rank=1, missing=("load_reports",)))
+    assert [each.is_heard for each in reader.agents()] == [True, True]
+    assert [each.missing for each in reader.agents()] == [(), ("load_reports",)]
+
+    clock.advance_to(SILENCE_NS - 1)
+    receive(reader, report(1, "a"))
+    clock.advance_to(SILENCE_NS)
+    assert [each.is_heard for each in reader.agents()] == [True, False]
+
+    receive(reader, goodbye("a"))
+    assert [each.is_heard for each in reader.agents()] == [False, False]
 
 
 def test_engine_has_one_subscriber(reader: ReportReader) -> None:
