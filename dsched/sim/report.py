@@ -17,6 +17,9 @@ from dsched import __version__
 from dsched.sim.traces import NS_PER_MS, NS_PER_S, RowCounts
 
 PERCENTILES = (50, 90, 99)
+MAX_LISTED_REQUESTS = 1_000
+"""Replays up to this size list every request in their JSON. Above: the file is for machines only
+and the digest says whether two replays are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +147,21 @@ class RequestTimes:
         below = np.diff(times[order])[present < num_requests]
         return float(below.sum() / self.makespan_ns)
 
+    def as_columns(self) -> dict[str, list[int | None]]:
+        """Each request's times (after the first arrival) and rank; `None` where it has none."""
+        start_ns = int(self.arrival_ns.min()) if len(self.arrival_ns) else 0
+
+        def since_start(times_ns: NDArray[np.int64]) -> list[int | None]:
+            return [time_ns - start_ns if time_ns >= 0 else None for time_ns in times_ns.tolist()]
+
+        return {
+            "arrival_ns": since_start(self.arrival_ns),
+            "end_ns": since_start(self.end_ns),
+            "first_token_ns": since_start(self.first_token_ns),
+            "num_output_tokens": self.num_output_tokens.tolist(),
+            "rank": [rank if rank >= 0 else None for rank in self.rank.tolist()],
+        }
+
     def digest(self) -> str:
         """Fingerprint of every decision and every time."""
         sha = hashlib.sha256()
@@ -205,6 +223,9 @@ class ReplayReport:
                 "ttft": Quantiles.from_ns(times.ttft_ns).as_json(),
             },
             "options": dict(sorted(self.options.items())),
+            "per_request": (
+                times.as_columns() if self.num_replayed <= MAX_LISTED_REQUESTS else None
+            ),
             "policy": self.policy,
             "requests": {
                 "num_errors": dict(sorted(self.num_errors.items())),

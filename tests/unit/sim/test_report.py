@@ -137,6 +137,21 @@ def test_json_counts_by_hand() -> None:
     assert list(values["options"]) == ["a", "b"]
 
 
+def test_small_replays_list_every_request() -> None:
+    """Times count from the first arrival; what did not happen is absent."""
+    later = make_times([(105, 110, 150, 5, 1, True), (100, -1, 130, 0, -1, False)])
+    columns = make_report(later).as_json()["per_request"]
+
+    assert columns == {
+        "arrival_ns": [5, 0],
+        "first_token_ns": [10, None],
+        "end_ns": [50, 30],
+        "num_output_tokens": [5, 0],
+        "rank": [1, None],
+    }
+    assert make_report(later, num_replayed=1_001).as_json()["per_request"] is None
+
+
 def test_digest_changes_with_any_decision_or_time() -> None:
     moved = make_times([(0, 10, 50, 5, 1, True)])
     later = make_times([(0, 11, 50, 5, 0, True)])
