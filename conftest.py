@@ -1,21 +1,23 @@
-"""Doctests are collected from the whole package, except from modules that need an engine."""
+"""Doctests are collected everywhere, except from modules that only an engine's Python can import."""
 
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
-DRIVERS = Path(__file__).parent / "dsched" / "drivers"
-ENGINES = ("vllm", "sglang")
+ROOT = Path(__file__).parent
+FOLDERS = ("dsched/drivers/vllm", "dsched/drivers/sglang", "tests/vllm", "tests/sglang")
+MISSING = [name for name in ("vllm", "sglang", "torch") if find_spec(name) is None]
 
 
-def _needs(path: Path, engine: str) -> bool:
-    return re.search(rf"^(from|import) {engine}\b", path.read_text(), re.MULTILINE) is not None
+def _needs_missing(path: Path) -> bool:
+    names = "|".join(MISSING)
+    pattern = rf"^(from|import) ({names})\b"
+    return bool(MISSING) and re.search(pattern, path.read_text(), re.MULTILINE) is not None
 
 
 collect_ignore = [
     str(path)
-    for engine in ENGINES
-    if find_spec(engine) is None
-    for path in sorted((DRIVERS / engine).glob("*.py"))
-    if _needs(path, engine)
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if _needs_missing(path)
 ]
