@@ -44,7 +44,22 @@ def scalar_to_yaml(value: object) -> str:
     >>> scalar_to_yaml("off"), scalar_to_yaml(""), scalar_to_yaml([1, 2]), scalar_to_yaml(None)
     ("'off'", "''", '[1, 2]', 'null')
     """
-    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(scalar_to_yaml(part) for part in value)}]"
+    text = _dump(value)
+    if len(text.splitlines()) > 1:  # only double quotes keep a line end on one line
+        text = _dump(value, default_style='"')
+    return text
+
+
+def _dump(value: object, *, default_style: str | None = None) -> str:
+    text = yaml.safe_dump(
+        value,
+        default_flow_style=True,
+        width=math.inf,
+        allow_unicode=True,
+        default_style=default_style,
+    )
     return str(text).removesuffix("\n").removesuffix("...").strip()
 
 

@@ -72,6 +72,19 @@ def configure_logging(config: LoggingConfig, *, stream: TextIO | None = None) ->
     root.setLevel(max(LEVELS[config.level], logging.WARNING))
 
 
+def stay_quiet_unless_configured() -> None:
+    """Let only warnings through, to stderr, where nobody has said what to do with the log.
+
+    For the simulator as a library: structlog's own default prints everything to stdout.
+    """
+    if not structlog.is_configured():
+        structlog.configure(
+            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+            logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+            cache_logger_on_first_use=False,
+        )
+
+
 def drop_content(
     logger: object,  # noqa: ARG001 - structlog's shape of a processor
     method_name: str,  # noqa: ARG001

@@ -29,6 +29,7 @@ from dsched.drivers.wire import SamplingParams, TokenLogprob
 from dsched.errors import InvariantError
 from dsched.faults import MemoryJournal
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RankId, RequestId
+from dsched.logs import stay_quiet_unless_configured
 from dsched.rng import stream
 from dsched.sim.driver import ReportFaults, SimDriver
 from dsched.sim.engine import SimEngine, SimEngineConfig, StepCost
@@ -147,6 +148,7 @@ class SimCluster:
         is priced by the cost model. `is_batching=False` delivers every token at its own time."""
         if num_engines < 1:
             raise ValueError(f"num_engines {num_engines} must be at least 1")
+        stay_quiet_unless_configured()
         if seed < 0:
             raise ValueError(f"seed {seed} must not be negative")
         self.seed = seed
