@@ -81,3 +81,29 @@ def early_stop(emitted: Sequence[float], minorant: Sequence[float], cost: Sequen
     ):
         n += 1
     return fill_tier(n, cost)
+
+
+def learn_outcomes(
+    confidence: NDArray[np.float64],
+    verified: NDArray[np.int64],
+    accepted: NDArray[np.int64],
+    parameters: NDArray[np.float64],
+    curvature: NDArray[np.float64],
+    keep: float,
+) -> None:
+    """One Newton step a position; `parameters` [K, 2] and `curvature` [K, 3] change in place."""
+    edge = 1.0 / (1.0 + np.exp(12.0))
+    logits = np.clip(confidence, edge, 1.0 - edge)
+    logits = np.log(logits / (1.0 - logits))
+    for k in range(len(parameters)):
+        is_seen = (verified > k) & (accepted >= k)
+        x, y = logits[is_seen, k], (accepted > k)[is_seen].astype(float)
+        p = 1.0 / (1.0 + np.exp(-(parameters[k, 0] * x + parameters[k, 1])))
+        weight = p * (1.0 - p) * keep ** np.arange(len(x) - 1, -1, -1)
+        seen = np.array([np.sum(weight * x * x), np.sum(weight), np.sum(weight * x)])
+        curvature[k] = curvature[k] * keep ** len(x) + seen
+        square, one, cross = curvature[k]
+        gradient = np.array([np.sum((p - y) * x), np.sum(p - y)])
+        hessian = np.array([[square + 1.0, cross], [cross, one + 1.0]])
+        moved = parameters[k] - np.linalg.solve(hessian, gradient)
+        parameters[k] = np.clip(moved, [0.1, -12.0], [10.0, 12.0])
