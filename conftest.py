@@ -1,8 +1,20 @@
-"""Doctests are collected everywhere, except from modules that only an engine's Python can import."""
+"""What the whole suite shares.
 
+Doctests are collected everywhere, except from modules that only an engine's Python can import.
+Hypothesis draws new examples at every run on a desk, and the same ones in continuous integration,
+where a failure must be a failure of the change.
+"""
+
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
+
+from hypothesis import settings
+
+settings.register_profile("desk", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 ROOT = Path(__file__).parent
 FOLDERS = ("dsched/drivers/vllm", "dsched/drivers/sglang", "tests/vllm", "tests/sglang")
