@@ -65,6 +65,8 @@ class ChunkControl:
 
     def __init__(self, planner: StepPlanner, clock: Clock) -> None:
         self.planner = planner
+        self.is_on = True
+        """Cleared by a command that returns chunks to the engine."""
         self.num_plans = 0
         """Steps planned."""
         self.num_late = 0
@@ -109,10 +111,11 @@ class ChunkControl:
         """Plan the step that vLLM is about to schedule. O(R)."""
         self._chunk_of.clear()
         self._plan = None
-        self._is_ours = self._pause_steps == 0
+        self._is_ours = self.is_on and self._pause_steps == 0
         if not self._is_ours:
-            self._pause_steps -= 1
-            self.num_fallbacks += 1
+            if self.is_on:
+                self._pause_steps -= 1
+                self.num_fallbacks += 1
             return
         start_ns = self._clock.now_ns()
         self._sync(scheduler.running)
@@ -225,6 +228,10 @@ class ChunkingMixin(SchedulerMixin):
             self._dsched_chunks = make_chunk_control(self, chunk_settings_from_environment())
         except Exception as error:  # the door: vLLM must start without us
             self._dsched_switch_off(CHUNK_BUDGET, error)
+        own = getattr(super(), "_reserve_prefill_lookahead", None)
+        if self._dsched_chunks is None and own is not None:
+            # vLLM asks it for each request of each step; without a plan nothing is in between.
+            self.__dict__["_reserve_prefill_lookahead"] = own
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own, over planned chunks."""
@@ -292,13 +299,14 @@ class ChunkingMixin(SchedulerMixin):
         super()._dsched_switch_off(feature, error)
 
     def _dsched_on_command(self, command: AgentCommand) -> None:
-        """Runs on the agent's thread; one attribute is set, which the next plan reads."""
-        if not isinstance(command, SetStepBudget):
-            return
+        """Runs on the agent's thread; sets plain attributes, which the next plan reads."""
         chunks = self._dsched_chunks
-        if chunks is not None and command.step_budget_ns:
+        if not isinstance(command, SetStepBudget) or chunks is None:
+            return
+        if command.step_budget_ns:
             chunks.planner.budget_seconds = command.step_budget_ns / 1e9
-        log.info("chunks.budget_set ns=%s planned=%s", command.step_budget_ns, chunks is not None)
+        chunks.is_on = bool(command.step_budget_ns)
+        log.info("chunks.budget_set ns=%s", command.step_budget_ns)
 
 
 def make_chunk_control(scheduler: Any, settings: ChunkSettings) -> ChunkControl | None:
