@@ -8,24 +8,31 @@ one expert on the lightest ranks with a free slot, all different. `search.py` im
 Compiled. Counting is O(E + R log E) for R redundant experts, packing O(P log G).
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from dsched.eplb.search import settle
 from dsched.eplb.state import (
     LayerState,
     add_copy,
     add_to_ranks,
+    clear,
+    fill,
     has_copy,
     keeps_spread,
+    new_state,
     set_shares,
     sort_ranks,
 )
+from dsched.eplb.warm import empty_holding, limit_above, mean_load
 
 
 @njit(cache=True, nogil=True)
 def is_before(
-    share: NDArray[np.int64], num_copies: NDArray[np.int32], one: int, other: int
+    share: NDArray[np.int64], num_copies: NDArray[np.int64], one: int, other: int
 ) -> bool:
     """Whether `one` should get a copy before `other`: greater share, fewer copies, lower number."""
     if share[one] != share[other]:
@@ -37,7 +44,7 @@ def is_before(
 
 @njit(cache=True, nogil=True)
 def sink(
-    share: NDArray[np.int64], num_copies: NDArray[np.int32], heap: NDArray[np.int32], size: int
+    share: NDArray[np.int64], num_copies: NDArray[np.int64], heap: NDArray[np.int64], size: int
 ) -> None:
     """Restore the heap after its first expert got a copy or was overwritten."""
     expert = heap[0]
@@ -56,7 +63,7 @@ def sink(
 
 
 @njit(cache=True, nogil=True)
-def count_copies(state: LayerState, heap: NDArray[np.int32], num_slots: int) -> None:
+def count_copies(state: LayerState, heap: NDArray[np.int64], num_slots: int) -> None:
     """Set `num_copies` and the shares. In: `heap` holds all experts by falling load.
 
     A falling order is a heap. Experts leave it when they have a copy on every rank.
@@ -84,7 +91,7 @@ def count_copies(state: LayerState, heap: NDArray[np.int32], num_slots: int) -> 
 
 @njit(cache=True, nogil=True)
 def by_falling_share(
-    state: LayerState, by_load: NDArray[np.int32], keys: NDArray[np.int64], out: NDArray[np.int32]
+    state: LayerState, by_load: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.int64]
 ) -> None:
     """Merge single experts (sorted already) with those that have copies (sorted here)."""
     num_experts = len(by_load)
@@ -121,7 +128,7 @@ def is_lighter(rank_load: NDArray[np.int64], one: int, other: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def pop_lightest(rank_load: NDArray[np.int64], heap: NDArray[np.int32], size: int) -> int:
+def pop_lightest(rank_load: NDArray[np.int64], heap: NDArray[np.int64], size: int) -> int:
     """Take the first rank from a heap of `size` ranks."""
     first = heap[0]
     rank = heap[size - 1]
@@ -141,7 +148,7 @@ def pop_lightest(rank_load: NDArray[np.int64], heap: NDArray[np.int32], size: in
 
 
 @njit(cache=True, nogil=True)
-def push_rank(rank_load: NDArray[np.int64], heap: NDArray[np.int32], size: int, rank: int) -> None:
+def push_rank(rank_load: NDArray[np.int64], heap: NDArray[np.int64], size: int, rank: int) -> None:
     """Add a rank to a heap of `size` ranks."""
     position = size
     while position > 0:
@@ -156,9 +163,9 @@ def push_rank(rank_load: NDArray[np.int64], heap: NDArray[np.int32], size: int, 
 @njit(cache=True, nogil=True)
 def choose_other_node(
     state: LayerState,
-    heap: NDArray[np.int32],
+    heap: NDArray[np.int64],
     size: int,
-    chosen: NDArray[np.int32],
+    chosen: NDArray[np.int64],
     num_chosen: int,
 ) -> int:
     """If all chosen ranks share a node, trade the last for the lightest rank elsewhere.
@@ -188,10 +195,10 @@ def choose_other_node(
 def pack_copies(
     state: LayerState,
     width: int,
-    by_share: NDArray[np.int32],
-    heap: NDArray[np.int32],
-    used: NDArray[np.int32],
-    chosen: NDArray[np.int32],
+    by_share: NDArray[np.int64],
+    heap: NDArray[np.int64],
+    used: NDArray[np.int64],
+    chosen: NDArray[np.int64],
 ) -> None:
     """Put all copies on ranks, heaviest share first. In: counts are set and slots empty."""
     size = 0
@@ -256,35 +263,95 @@ def fill_empty_slots(state: LayerState, width: int) -> None:
                 continue
             best = -1
             for expert in range(num_experts):
-                if (best < 0 or is_before(share, num_copies, expert, best)) and not has_copy(
-                    state, expert, rank
-                ):
-                    if keeps_spread(state, expert, -1, rank):
-                        best = expert
+                if best >= 0 and not is_before(share, num_copies, expert, best):
+                    continue
+                if not has_copy(state, expert, rank) and keeps_spread(state, expert, -1, rank):
+                    best = expert
             if best >= 0:
                 add_copy(state, slot, best)
     sort_ranks(state)
 
 
+class FreshScratch(NamedTuple):
+    """Arrays that the steps of one layer share."""
+
+    expert_heap: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    by_share: NDArray[np.int64]
+    rank_heap: NDArray[np.int64]
+    used: NDArray[np.int64]
+    chosen: NDArray[np.int64]
+    scanned: NDArray[np.int64]
+    changed: NDArray[np.int64]
+
+
 @njit(cache=True, nogil=True)
-def place_fresh(
-    state: LayerState,
-    width: int,
-    by_load: NDArray[np.int32],
-    heap: NDArray[np.int32],
-    keys: NDArray[np.int64],
-    by_share: NDArray[np.int32],
-    rank_heap: NDArray[np.int32],
-    used: NDArray[np.int32],
-    chosen: NDArray[np.int32],
+def plan_fresh(
+    weight: NDArray[np.int64],
+    by_load: NDArray[np.int64],
+    rank_up: NDArray[np.bool_],
+    node_of: NDArray[np.int64],
+    spread: int,
+    stop: float,
+    max_rounds: int,
+    out: NDArray[np.int32],
 ) -> None:
-    """Count copies and pack them. In: a clear state and the experts by falling load."""
-    heap[:] = by_load
-    count_copies(state, heap, len(state.order) * width)
-    by_falling_share(state, by_load, keys, by_share)
-    pack_copies(state, width, by_share, rank_heap, used, chosen)
-    has_room = False
-    for rank in state.order:
-        has_room = has_room or used[rank] < width
-    if has_room:
-        fill_empty_slots(state, width)
+    """Plan every layer from nothing into `out` [L, P], with E in empty slots.
+
+    `by_load` has the experts of each layer by falling load. `max_rounds` -1: no search.
+    """
+    num_layers, num_experts = weight.shape
+    num_ranks = len(rank_up)
+    width = out.shape[1] // num_ranks
+    state = new_state(num_experts, rank_up, node_of, width, spread)
+    scratch = FreshScratch(
+        np.empty(num_experts, np.int64),
+        np.empty(num_experts, np.int64),
+        np.empty(num_experts, np.int64),
+        np.empty(num_ranks + 1, np.int64),
+        np.empty(num_ranks, np.int64),
+        np.empty(num_ranks + 1, np.int64),
+        np.empty(num_ranks, np.int64),
+        np.empty(num_ranks, np.int64),
+    )
+    holding = empty_holding(num_experts, num_ranks, int(node_of.max()) + 1, 1, 1)
+    for layer in range(num_layers):
+        clear(state, weight[layer])
+        scratch.expert_heap[:] = by_load[layer]
+        count_copies(state, scratch.expert_heap, len(state.order) * width)
+        by_falling_share(state, by_load[layer], scratch.keys, scratch.by_share)
+        pack_copies(state, width, scratch.by_share, scratch.rank_heap, scratch.used, scratch.chosen)
+        if scratch.used.sum() < len(state.order) * width:
+            fill_empty_slots(state, width)
+        if max_rounds >= 0:
+            mean = mean_load(weight[layer], len(state.order))
+            goal = limit_above(mean, stop)
+            settle(state, width, goal, mean, max_rounds, holding, scratch.scanned, scratch.changed)
+        out[layer] = state.slot
+
+
+@njit(cache=True, nogil=True)
+def settle_layers(
+    weight: NDArray[np.int64],
+    rank_up: NDArray[np.bool_],
+    node_of: NDArray[np.int64],
+    spread: int,
+    stop: float,
+    max_rounds: int,
+    out: NDArray[np.int32],
+) -> None:
+    """Improve every layer of `out` [L, P], in place, with as many moves as it takes."""
+    num_layers, num_experts = weight.shape
+    num_ranks = len(rank_up)
+    width = out.shape[1] // num_ranks
+    state = new_state(num_experts, rank_up, node_of, width, spread)
+    holding = empty_holding(num_experts, num_ranks, int(node_of.max()) + 1, 1, 1)
+    scanned = np.empty(num_ranks, np.int64)
+    changed = np.empty(num_ranks, np.int64)
+    for layer in range(num_layers):
+        mean = mean_load(weight[layer], len(state.order))
+        clear(state, weight[layer])
+        fill(state, out[layer])
+        goal = limit_above(mean, stop)
+        settle(state, width, goal, mean, max_rounds, holding, scanned, changed)
+        out[layer] = state.slot

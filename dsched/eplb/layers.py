@@ -1,30 +1,20 @@
-"""Plan all layers of one call: the compiled loop behind `plan_placement`.
+"""Plan all layers of one call: which are left alone, improved, settled or planned afresh.
 
-Each layer ends in one of four ways (`Outcome`): left as it is, because nothing is over the
-trigger; improved by a few moves; settled with as many moves as it takes; or planned afresh, with
-ranks renamed to keep what can be kept. The last two are for layers that cheap steps cannot bring
-below the trigger.
+`plan_placement` reads and checks its arguments; here the compiled parts are put together. Each
+layer ends in one of four ways (`Outcome`). The last two are for layers that cheap steps cannot
+bring below the trigger, and for those only if `max_moves` allows it.
 """
 
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from dsched.eplb.fresh import place_fresh
-from dsched.eplb.relabel import keep_positions, match_ranks
-from dsched.eplb.search import Holding, settle
-from dsched.eplb.state import LayerState, clear, fill, new_state
-from dsched.eplb.warm import (
-    cover,
-    fill_spare_slots,
-    improve,
-    is_better,
-    is_small,
-    set_holding,
-)
+from dsched.eplb.fresh import plan_fresh, settle_layers
+from dsched.eplb.relabel import finish_layers, match_layers
+from dsched.eplb.warm import PAIR_LIMIT, UNLIMITED, improve_layers
 
 
 class Outcome(IntEnum):
@@ -40,347 +30,315 @@ class Outcome(IntEnum):
     """Planned from nothing."""
 
 
-KEPT, IMPROVED, SETTLED, FRESH = (int(outcome) for outcome in Outcome)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupShape:
+    """The EP group that a plan is for, checked."""
+
+    num_experts: int
+    num_slots: int
+    rank_up: NDArray[np.bool_]
+    """[G]"""
+    node_of: NDArray[np.int64]
+    """[G]"""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rank_up)
+
+    @property
+    def width(self) -> int:
+        """Slots of one rank."""
+        return self.num_slots // self.num_ranks
+
+    @property
+    def num_live(self) -> int:
+        return int(self.rank_up.sum())
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.node_of[-1]) + 1
 
 
-class Goals(NamedTuple):
-    """When to start, and when to stop, as heaviest over mean rank load, less one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchLimits:
+    """When layers are touched and when they are good enough; loads over the mean, less one."""
 
     trigger: float
     stop: float
-    fresh: float
+    fresh_stop: float
     max_rounds: int
-    """Overwritings and full passes of the search of a fresh plan; -1: no search at all."""
+    """-1: no search."""
+    near_price: int
+    far_price: int
+    spread: int
+    """1: copies of an expert that has several are on at least two nodes."""
 
 
-class Scratch(NamedTuple):
-    """Arrays that the steps of one layer share."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerResults:
+    """What becomes of each layer. Written while planning, then frozen into a plan."""
 
-    heap: NDArray[np.int32]
-    keys: NDArray[np.int64]
-    by_load: NDArray[np.int32]
-    by_share: NDArray[np.int32]
-    rank_heap: NDArray[np.int32]
-    used: NDArray[np.int32]
-    chosen: NDArray[np.int32]
-    scanned: NDArray[np.int64]
-    changed: NDArray[np.int64]
     slots: NDArray[np.int32]
-    spare_slots: NDArray[np.int32]
-    num_copies: NDArray[np.int32]
-    rank_load: NDArray[np.int64]
-
-
-class Results(NamedTuple):
-    """What is written for each layer."""
-
-    slot_expert: NDArray[np.int32]
-    """[L, P]; E in empty slots."""
+    """[L, P], E in empty slots."""
+    heaviest: NDArray[np.int64]
+    """[L] heaviest rank load."""
+    heaviest_before: NDArray[np.int64]
     num_moves: NDArray[np.int64]
     num_far_moves: NDArray[np.int64]
     num_covered: NDArray[np.int64]
-    """Moves that brought an expert back that had no live copy."""
     outcome: NDArray[np.int64]
-    heaviest_before: NDArray[np.int64]
-    """Heaviest rank load of the placement in use; 0 without one."""
-    heaviest: NDArray[np.int64]
+    trail: NDArray[np.int64]
+    """[L, S, 2] moves and heaviest rank load after each step of the search, zero where it ended."""
 
-
-@njit(cache=True, nogil=True)
-def new_scratch(num_experts: int, num_ranks: int, num_slots: int) -> Scratch:
-    return Scratch(
-        np.empty(num_experts, np.int32),
-        np.empty(num_experts, np.int64),
-        np.empty(num_experts, np.int32),
-        np.empty(num_experts, np.int32),
-        np.empty(num_ranks + 1, np.int32),
-        np.empty(num_ranks, np.int32),
-        np.empty(num_ranks + 1, np.int32),
-        np.empty(num_ranks, np.int64),
-        np.empty(num_ranks, np.int64),
-        np.empty(num_slots, np.int32),
-        np.empty(num_slots, np.int32),
-        np.empty(num_experts + 1, np.int32),
-        np.empty(num_ranks, np.int64),
-    )
-
-
-@njit(cache=True, nogil=True)
-def limit_above(mean: int, excess: float) -> int:
-    """Rank load that is `excess` above the mean. Rounded down, so 0 means the mean itself."""
-    return mean + np.int64(float(mean) * excess)
-
-
-@njit(cache=True, nogil=True)
-def mean_load(weight: NDArray[np.int64], num_live: int) -> int:
-    """Total over live ranks, rounded up: no placement is lighter."""
-    total = np.int64(0)
-    for value in weight:
-        total += value
-    return -(-total // num_live)
-
-
-@njit(cache=True, nogil=True)
-def sort_experts(weight: NDArray[np.int64], scratch: Scratch) -> None:
-    """Write the experts by falling load, then rising number, to `by_load`."""
-    num_experts = len(weight)
-    for expert in range(num_experts):
-        scratch.keys[expert] = weight[expert] * num_experts + (num_experts - 1 - expert)
-    scratch.keys.sort()
-    for index in range(num_experts):
-        key = scratch.keys[num_experts - 1 - index]
-        scratch.by_load[index] = num_experts - 1 - key % num_experts
-
-
-@njit(cache=True, nogil=True)
-def plan_fresh_layer(
-    state: LayerState,
-    scratch: Scratch,
-    weight: NDArray[np.int64],
-    width: int,
-    goals: Goals,
-    holding: Holding,
-) -> int:
-    """Plan one layer from nothing into the state. Returns the heaviest rank load."""
-    clear(state, weight)
-    place_fresh(
-        state,
-        width,
-        scratch.by_load,
-        scratch.heap,
-        scratch.keys,
-        scratch.by_share,
-        scratch.rank_heap,
-        scratch.used,
-        scratch.chosen,
-    )
-    last = len(state.order) - 1
-    if goals.max_rounds >= 0:
-        mean = mean_load(weight, len(state.order))
-        goal = limit_above(mean, goals.fresh)
-        settle(
-            state, width, goal, mean, holding, goals.max_rounds, scratch.scanned, scratch.changed
+    @staticmethod
+    def of(slots: NDArray[np.int32], trail_steps: int) -> "LayerResults":
+        num_layers = len(slots)
+        return LayerResults(
+            slots=slots,
+            heaviest=np.zeros(num_layers, np.int64),
+            heaviest_before=np.zeros(num_layers, np.int64),
+            num_moves=np.zeros(num_layers, np.int64),
+            num_far_moves=np.zeros(num_layers, np.int64),
+            num_covered=np.zeros(num_layers, np.int64),
+            outcome=np.full(num_layers, Outcome.KEPT, np.int64),
+            trail=np.zeros((num_layers, trail_steps, 2), np.int64),
         )
-        if state.rank_load[state.order[last]] > goal and is_small(state):
-            improve(state, width, goal, mean, holding, 0, np.int64(1) << 40, scratch.slots)
-            clear(state, weight)
-            fill(state, scratch.slots)
-    return state.rank_load[state.order[last]]
 
 
 @njit(cache=True, nogil=True)
-def plan_fresh(
+def survey_layers(
     weight: NDArray[np.int64],
-    by_load: NDArray[np.int32],
-    rank_up: NDArray[np.bool_],
-    node_of: NDArray[np.int32],
-    width: int,
-    spread: bool,
-    goals: Goals,
-    results: Results,
+    slots: NDArray[np.int32],
+    num_ranks: int,
+    heaviest: NDArray[np.int64],
+    is_missing: NDArray[np.bool_],
 ) -> None:
-    """Plan every layer from nothing. `by_load` has the experts of each layer by falling load."""
+    """Write the heaviest rank load of each layer, and whether an expert has no copy."""
     num_layers, num_experts = weight.shape
-    state = new_state(num_experts, rank_up, node_of, width, spread)
-    scratch = new_scratch(num_experts, len(rank_up), len(state.slot))
-    holding = empty_holding(num_experts, len(rank_up), int(node_of.max()) + 1, 1, 1)
+    width = slots.shape[1] // num_ranks
+    num_copies = np.empty(num_experts + 1, np.int64)
     for layer in range(num_layers):
-        scratch.by_load[:] = by_load[layer]
-        results.heaviest[layer] = plan_fresh_layer(
-            state, scratch, weight[layer], width, goals, holding
-        )
-        results.slot_expert[layer] = state.slot
-        results.outcome[layer] = FRESH
+        num_copies[:] = 0
+        for expert in slots[layer]:
+            num_copies[expert] += 1
+        top = np.int64(0)
+        for start in range(0, slots.shape[1], width):
+            load = np.int64(0)
+            for slot in range(start, start + width):
+                expert = slots[layer, slot]
+                if expert != num_experts:
+                    copies = num_copies[expert]
+                    load += (
+                        weight[layer, expert] if copies == 1 else (weight[layer, expert] // copies)
+                    )
+            top = max(top, load)
+        heaviest[layer] = top
+        is_missing[layer] = (num_copies[:num_experts] == 0).any()
 
 
-@njit(cache=True, nogil=True)
-def empty_holding(
-    num_experts: int, num_ranks: int, num_nodes: int, near_price: int, far_price: int
-) -> Holding:
-    """Nothing is anywhere yet."""
-    return Holding(
-        np.zeros((num_experts + 1, num_ranks), np.int8),
-        np.zeros((num_experts + 1, num_nodes), np.int8),
-        near_price,
-        far_price,
+def mean_loads(weight: NDArray[np.int64], num_live: int) -> NDArray[np.int64]:
+    """Total over live ranks of each layer, rounded up."""
+    means: NDArray[np.int64] = -(-weight.sum(axis=1) // num_live)
+    return means
+
+
+def limits_above(means: NDArray[np.int64], excess: float) -> NDArray[np.int64]:
+    """Rank loads that are `excess` above the means, as `warm.limit_above`."""
+    return means + (means.astype(np.float64) * excess).astype(np.int64)
+
+
+def start_layers(
+    weight: NDArray[np.int64], shape: GroupShape, limits: SearchLimits
+) -> NDArray[np.int32]:
+    """Plan layers from nothing, [L, P]. A layer without load counts as evenly loaded."""
+    num_experts = shape.num_experts
+    silent = ~weight.any(axis=1)
+    if silent.any():
+        weight = np.where(silent[:, None], np.int64(1 << 30), weight)
+    keys = np.sort(weight * num_experts + np.arange(num_experts - 1, -1, -1), axis=1)
+    by_load = num_experts - 1 - keys[:, ::-1] % num_experts
+    slots = np.empty((len(weight), shape.num_slots), np.int32)
+    plan_fresh(
+        weight,
+        by_load,
+        shape.rank_up,
+        shape.node_of,
+        limits.spread,
+        limits.fresh_stop,
+        limits.max_rounds,
+        slots,
     )
+    if limits.max_rounds >= 0 and shape.num_slots * (num_experts + 1) <= PAIR_LIMIT:
+        improve_all(weight, slots.copy(), shape, limits, slots)
+    return slots
 
 
-@njit(cache=True, nogil=True)
-def heaviest_of(
-    state: LayerState, scratch: Scratch, weight: NDArray[np.int64], slots: NDArray[np.int32]
-) -> tuple[int, bool]:
-    """Return the heaviest rank load of a row of slots, and whether an expert has no copy."""
-    num_experts = len(weight)
-    scratch.num_copies[:] = 0
-    for expert in slots:
-        scratch.num_copies[expert] += 1
-    scratch.rank_load[:] = 0
-    width = len(slots) // len(scratch.rank_load)
-    for rank in range(len(scratch.rank_load)):
-        load = np.int64(0)
-        for slot in range(rank * width, (rank + 1) * width):
-            expert = slots[slot]
-            if expert != num_experts:
-                copies = scratch.num_copies[expert]
-                load += weight[expert] if copies == 1 else weight[expert] // copies
-        scratch.rank_load[rank] = load
-    is_missing = False
-    for expert in range(num_experts):
-        is_missing = is_missing or scratch.num_copies[expert] == 0
-    return scratch.rank_load.max(), is_missing
-
-
-@njit(cache=True, nogil=True)
-def plan_from_current(
+def improve_all(
     weight: NDArray[np.int64],
     current: NDArray[np.int32],
-    rank_up: NDArray[np.bool_],
-    node_of: NDArray[np.int32],
-    width: int,
-    spread: bool,
-    goals: Goals,
-    prices: tuple[int, int],
+    shape: GroupShape,
+    limits: SearchLimits,
+    slots: NDArray[np.int32],
+) -> None:
+    """Search small fresh layers two steps deep, into `slots`."""
+    num_layers = len(weight)
+    improve_layers(
+        weight,
+        current,
+        np.arange(num_layers),
+        shape.rank_up,
+        shape.node_of,
+        limits.spread,
+        limits.fresh_stop,
+        1,
+        1,
+        np.full(num_layers, UNLIMITED, np.int64),
+        slots,
+        np.empty(num_layers, np.int64),
+        np.empty((num_layers, 0, 2), np.int64),
+    )
+
+
+def plan_first(weight: NDArray[np.int64], shape: GroupShape, limits: SearchLimits) -> LayerResults:
+    """Plan every layer without a placement in use."""
+    results = LayerResults.of(start_layers(weight, shape, limits), 0)
+    missing = np.empty(len(weight), np.bool_)
+    survey_layers(weight, results.slots, shape.num_ranks, results.heaviest, missing)
+    results.outcome[:] = Outcome.FRESH
+    return results
+
+
+def plan_next(
+    weight: NDArray[np.int64],
+    current: NDArray[np.int32],
+    shape: GroupShape,
+    limits: SearchLimits,
     max_moves: NDArray[np.int64],
-    results: Results,
+    trail_steps: int,
+) -> LayerResults:
+    """Plan from `current` [L, P], with E in empty slots; `max_moves` [L] each layer may make."""
+    results = LayerResults.of(current.copy(), trail_steps)
+    missing = np.empty(len(weight), np.bool_)
+    survey_layers(weight, current, shape.num_ranks, results.heaviest_before, missing)
+    results.heaviest[:] = results.heaviest_before
+    means = mean_loads(weight, shape.num_live)
+    triggers = limits_above(means, limits.trigger)
+    layers = np.flatnonzero((results.heaviest_before > triggers) | missing)
+    if not layers.size:
+        return results
+    improve_layers(
+        weight,
+        current,
+        layers,
+        shape.rank_up,
+        shape.node_of,
+        limits.spread,
+        limits.stop,
+        limits.near_price,
+        limits.far_price,
+        max_moves,
+        results.slots,
+        results.num_covered,
+        results.trail,
+    )
+    survey_layers(weight, results.slots, shape.num_ranks, results.heaviest, missing)
+    count_and_order(current, layers, shape, results)
+    results.outcome[layers] = Outcome.IMPROVED
+    stuck = layers[(results.heaviest > triggers)[layers]]
+    if limits.max_rounds >= 0 and stuck.size:
+        unstick(weight, current, stuck, shape, limits, max_moves, results)
+    still = layers[results.num_moves[layers] == 0]
+    results.slots[still] = current[still]
+    results.outcome[still] = Outcome.KEPT
+    results.heaviest[still] = results.heaviest_before[still]
+    return results
+
+
+def count_and_order(
+    current: NDArray[np.int32],
+    layers: NDArray[np.int64],
+    shape: GroupShape,
+    results: LayerResults,
 ) -> None:
-    """Improve every layer of `current`, which has E in slots of ranks that are down."""
-    num_layers, num_experts = weight.shape
-    state = new_state(num_experts, rank_up, node_of, width, spread)
-    scratch = new_scratch(num_experts, len(rank_up), len(state.slot))
-    holding = empty_holding(num_experts, len(rank_up), int(node_of.max()) + 1, prices[0], prices[1])
-    for layer in range(num_layers):
-        mean = mean_load(weight[layer], len(state.order))
-        heaviest, is_missing = heaviest_of(state, scratch, weight[layer], current[layer])
-        results.heaviest_before[layer] = heaviest
-        results.heaviest[layer] = heaviest
-        results.slot_expert[layer] = current[layer]
-        if heaviest <= limit_above(mean, goals.trigger) and not is_missing:
-            continue
-        improve_layer(
-            state,
-            scratch,
-            weight[layer],
-            current[layer],
-            width,
-            goals,
-            holding,
-            max_moves[layer],
-            layer,
-            results,
-        )
+    finish_layers(
+        results.slots,
+        current,
+        layers,
+        shape.num_experts,
+        shape.width,
+        shape.node_of,
+        results.num_moves,
+        results.num_far_moves,
+    )
 
 
-@njit(cache=True, nogil=True)
-def drop_doubles(
-    current: NDArray[np.int32], slots: NDArray[np.int32], width: int, num_experts: int
-) -> None:
-    """Copy `current`, emptying slots whose expert the rank holds in an earlier slot."""
-    for slot in range(len(current)):
-        slots[slot] = current[slot]
-        for other in range(slot // width * width, slot):
-            if current[other] == current[slot]:
-                slots[slot] = num_experts
-
-
-@njit(cache=True, nogil=True)
-def improve_layer(
-    state: LayerState,
-    scratch: Scratch,
+def unstick(
     weight: NDArray[np.int64],
     current: NDArray[np.int32],
-    width: int,
-    goals: Goals,
-    holding: Holding,
-    max_moves: int,
-    layer: int,
-    results: Results,
+    stuck: NDArray[np.int64],
+    shape: GroupShape,
+    limits: SearchLimits,
+    max_moves: NDArray[np.int64],
+    results: LayerResults,
 ) -> None:
-    """Plan one layer that needs a change."""
-    num_experts = len(weight)
-    mean = mean_load(weight, len(state.order))
-    goal = limit_above(mean, goals.stop)
-    out = results.slot_expert[layer]
-    clear(state, weight)
-    drop_doubles(current, scratch.slots, width, num_experts)
-    fill(state, scratch.slots)
-    set_holding(holding, scratch.slots, state)
-    num_covered = cover(state, holding, goal, mean)
-    results.num_covered[layer] = num_covered
-    last = len(state.order) - 1
-    num_moves = improve(state, width, goal, mean, holding, num_covered, max_moves, out)
-    heaviest, _ = heaviest_of(state, scratch, weight, out)
-    results.outcome[layer] = IMPROVED
-    if heaviest > limit_above(mean, goals.trigger) and mean > 0:
-        clear(state, weight)
-        fill(state, out)
-        settle(
-            state, width, goal, mean, holding, goals.max_rounds, scratch.scanned, scratch.changed
-        )
-        scratch.slots[:] = state.slot
-        if take_if_better(
-            state, scratch, weight, holding, goal, heaviest, num_moves, max_moves, out
-        ):
-            results.outcome[layer] = SETTLED
-            heaviest = state.rank_load[state.order[last]]
-            num_moves, _ = count_moves(state, holding, out)
-    if heaviest > limit_above(mean, goals.trigger) and mean > 0:
-        sort_experts(weight, scratch)
-        plan_fresh_layer(state, scratch, weight, width, goals, holding)
-        scratch.slots[:] = state.slot
-        match_ranks(state, scratch.slots, width, holding)
-        if take_if_better(
-            state, scratch, weight, holding, goal, heaviest, num_moves, max_moves, out
-        ):
-            results.outcome[layer] = FRESH
-            num_moves, _ = count_moves(state, holding, out)
-    clear(state, weight)
-    fill(state, out)
-    fill_spare_slots(state, width, holding, goal, mean, max_moves - num_moves)
-    out[:] = state.slot
-    keep_positions(out, current, width, num_experts)
-    num_moves, num_far = count_moves(state, holding, out)
-    results.num_moves[layer] = num_moves
-    results.num_far_moves[layer] = num_far
-    results.heaviest[layer] = state.rank_load[state.order[last]]
-    if num_moves == 0:
-        out[:] = current
-        results.outcome[layer] = KEPT
-        results.heaviest[layer] = results.heaviest_before[layer]
+    """Settle the layers that cheap steps left above the trigger; plan afresh those still there."""
+    triggers = limits_above(mean_loads(weight, shape.num_live), limits.trigger)
+    slots = results.slots[stuck]
+    settle_layers(
+        weight[stuck],
+        shape.rank_up,
+        shape.node_of,
+        limits.spread,
+        limits.stop,
+        limits.max_rounds,
+        slots,
+    )
+    take_better(weight, current, stuck, slots, Outcome.SETTLED, shape, limits, max_moves, results)
+    stuck = stuck[(results.heaviest > triggers)[stuck]]
+    if not stuck.size:
+        return
+    slots = start_layers(weight[stuck], shape, limits)
+    match_layers(
+        slots,
+        current[stuck],
+        shape.num_experts,
+        shape.rank_up,
+        shape.node_of,
+        limits.spread,
+        limits.near_price,
+        limits.far_price,
+    )
+    take_better(weight, current, stuck, slots, Outcome.FRESH, shape, limits, max_moves, results)
 
 
-@njit(cache=True, nogil=True)
-def take_if_better(
-    state: LayerState,
-    scratch: Scratch,
+def take_better(
     weight: NDArray[np.int64],
-    holding: Holding,
-    goal: int,
-    heaviest: int,
-    num_moves: int,
-    max_moves: int,
-    out: NDArray[np.int32],
-) -> bool:
-    """Replace `out` by `scratch.slots` if that is allowed and better."""
-    moves, _ = count_moves(state, holding, scratch.slots)
-    load, _ = heaviest_of(state, scratch, weight, scratch.slots)
-    if moves > max_moves or not is_better(load, moves, heaviest, num_moves, goal):
-        return False
-    out[:] = scratch.slots
-    return True
+    current: NDArray[np.int32],
+    layers: NDArray[np.int64],
+    slots: NDArray[np.int32],
+    outcome: Outcome,
+    shape: GroupShape,
+    limits: SearchLimits,
+    max_moves: NDArray[np.int64],
+    results: LayerResults,
+) -> None:
+    """Take `slots` [len(layers), P] for the layers where that is allowed and brings load down.
 
-
-@njit(cache=True, nogil=True)
-def count_moves(state: LayerState, holding: Holding, slots: NDArray[np.int32]) -> tuple[int, int]:
-    """Count (rank, expert) pairs that are new to the rank, and of those new to its node."""
-    num_experts = len(state.weight) - 1
-    num_moves = 0
-    num_far = 0
-    for slot in range(len(slots)):
-        expert = slots[slot]
-        rank = state.rank_of[slot]
-        if expert != num_experts and not holding.on_rank[expert, rank]:
-            num_moves += 1
-            if not holding.on_node[expert, state.node_of[rank]]:
-                num_far += 1
-    return num_moves, num_far
+    The heaviest rank must fall by what the stop allows above the mean, or many moves would be made
+    for nothing.
+    """
+    offer = LayerResults.of(slots, 0)
+    missing = np.empty(len(layers), np.bool_)
+    survey_layers(weight[layers], slots, shape.num_ranks, offer.heaviest, missing)
+    count_and_order(current[layers], np.arange(len(layers)), shape, offer)
+    means = mean_loads(weight[layers], shape.num_live)
+    margin = limits_above(means, limits.trigger) - limits_above(means, limits.stop)
+    is_taken = (offer.heaviest + margin < results.heaviest[layers]) & (
+        offer.num_moves <= max_moves[layers]
+    )
+    taken = layers[is_taken]
+    results.slots[taken] = slots[is_taken]
+    results.heaviest[taken] = offer.heaviest[is_taken]
+    results.num_moves[taken] = offer.num_moves[is_taken]
+    results.num_far_moves[taken] = offer.num_far_moves[is_taken]
+    results.outcome[taken] = outcome

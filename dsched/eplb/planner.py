@@ -15,18 +15,22 @@ and `warm.py` state the costs of their parts. Sources of the greedy start: DeepS
 (arXiv 2412.19437, section 3.4), deepseek-ai/EPLB.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dsched.eplb.layers import Goals, Outcome, Results, plan_fresh, plan_from_current
+from dsched.eplb.layers import (
+    GroupShape,
+    LayerResults,
+    Outcome,
+    SearchLimits,
+    plan_first,
+    plan_next,
+)
 from dsched.eplb.loads import read_load
-from dsched.eplb.placement import EMPTY, ExpertPlacement, Split
-
-UNLIMITED = 1 << 40
-"""More moves than any layer has."""
+from dsched.eplb.placement import EMPTY, ExpertPlacement
+from dsched.eplb.warm import UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +136,7 @@ def plan_placement(
     [[0, 2], [0, 3], [0, 1], [0, 1]]
     """
     weight = read_load(load)
-    shape = GroupShape.check(
+    shape = check_shape(
         num_experts=weight.shape[1],
         num_slots=num_slots,
         num_ranks=num_ranks,
@@ -141,68 +145,39 @@ def plan_placement(
     )
     if max_moves is not None and max_moves < 0:
         raise ValueError(f"max_moves is {max_moves}; it must not be negative")
-    results = new_results(len(weight), num_slots)
+    limits = limits_of(options)
     if current is None:
-        plan_all_fresh(weight, shape, options, results)
+        results = plan_first(weight, shape, limits)
         before = np.full(len(weight), np.nan)
     else:
         slots = read_current(current, weight, shape)
-        limits = np.full(len(weight), UNLIMITED if max_moves is None else max_moves, np.int64)
-        plan_all_from(weight, slots, shape, options, limits, results)
+        moves = np.full(len(weight), UNLIMITED if max_moves is None else max_moves, np.int64)
+        results = plan_next(weight, slots, shape, limits, moves, 0)
         before = balance(weight, results.heaviest_before, shape)
     return make_plan(weight, shape, results, before, epoch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GroupShape:
-    """The EP group that a plan is for."""
-
-    num_experts: int
-    num_slots: int
-    num_ranks: int
-    rank_up: NDArray[np.bool_]
-    """[G]"""
-    node_of: NDArray[np.int32]
-    """[G]"""
-
-    @property
-    def width(self) -> int:
-        """Slots of one rank."""
-        return self.num_slots // self.num_ranks
-
-    @property
-    def num_live(self) -> int:
-        return int(self.rank_up.sum())
-
-    @staticmethod
-    def check(
-        *,
-        num_experts: int,
-        num_slots: int,
-        num_ranks: int,
-        num_nodes: int,
-        rank_up: ArrayLike | None,
-    ) -> "GroupShape":
-        """Return the shape if it is possible; say what would be if not."""
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks is {num_ranks}; there is at least one rank")
-        if num_slots < 1 or num_slots % num_ranks:
-            raise ValueError(
-                f"{num_slots} slots cannot be split over {num_ranks} EP ranks; "
-                f"{fitting_slots(num_experts, num_slots, num_ranks)} would do"
-            )
-        if num_nodes < 1 or num_ranks % num_nodes:
-            raise ValueError(f"{num_ranks} EP ranks cannot be split over {num_nodes} nodes")
-        up = read_rank_up(rank_up, num_ranks)
-        check_room(num_experts, num_slots, num_ranks, int(up.sum()))
-        node_of = (np.arange(num_ranks) // (num_ranks // num_nodes)).astype(np.int32)
-        return GroupShape(
-            num_experts=num_experts,
-            num_slots=num_slots,
-            num_ranks=num_ranks,
-            rank_up=up,
-            node_of=node_of,
+def check_shape(
+    *, num_experts: int, num_slots: int, num_ranks: int, num_nodes: int, rank_up: ArrayLike | None
+) -> GroupShape:
+    """Return the shape of the EP group if it is possible; say what would be if not."""
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks is {num_ranks}; there is at least one rank")
+    if num_slots < 1 or num_slots % num_ranks:
+        raise ValueError(
+            f"{num_slots} slots cannot be split over {num_ranks} EP ranks; "
+            f"{fitting_slots(num_experts, num_slots, num_ranks)} would do"
         )
+    if num_nodes < 1 or num_ranks % num_nodes:
+        raise ValueError(f"{num_ranks} EP ranks cannot be split over {num_nodes} nodes")
+    up = read_rank_up(rank_up, num_ranks)
+    check_room(num_experts, num_slots, num_ranks, int(up.sum()))
+    return GroupShape(
+        num_experts=num_experts,
+        num_slots=num_slots,
+        rank_up=up,
+        node_of=np.arange(num_ranks) // (num_ranks // num_nodes),
+    )
 
 
 def fitting_slots(num_experts: int, num_slots: int, num_ranks: int) -> str:
@@ -265,71 +240,18 @@ def read_current(
     is_used = placement.slot_expert != EMPTY
     if not shape.rank_up.all():
         is_used &= np.repeat(shape.rank_up, shape.width)[None, :]
-    elif is_used.all():
-        return placement.slot_expert
     return np.where(is_used, placement.slot_expert, np.int32(shape.num_experts))
 
 
-def new_results(num_layers: int, num_slots: int) -> Results:
-    return Results(
-        np.empty((num_layers, num_slots), np.int32),
-        np.zeros(num_layers, np.int64),
-        np.zeros(num_layers, np.int64),
-        np.zeros(num_layers, np.int64),
-        np.zeros(num_layers, np.int64),
-        np.zeros(num_layers, np.int64),
-        np.zeros(num_layers, np.int64),
-    )
-
-
-def goals_of(options: PlacementOptions) -> Goals:
-    max_rounds = options.max_rounds if options.search else -1
-    return Goals(float(options.trigger), float(options.stop), float(options.fresh_stop), max_rounds)
-
-
-def plan_all_fresh(
-    weight: NDArray[np.int64], shape: GroupShape, options: PlacementOptions, results: Results
-) -> None:
-    """Plan without a current placement. A layer without load counts as evenly loaded."""
-    num_experts = shape.num_experts
-    silent = ~weight.any(axis=1)
-    if silent.any():
-        weight = np.where(silent[:, None], np.int64(1 << 30), weight)
-    last_first = np.arange(num_experts - 1, -1, -1)
-    keys = np.sort(weight * num_experts + last_first, axis=1)
-    by_load = (num_experts - 1 - keys[:, ::-1] % num_experts).astype(np.int32)
-    plan_fresh(
-        weight,
-        by_load,
-        shape.rank_up,
-        shape.node_of,
-        shape.width,
-        options.spread_nodes,
-        goals_of(options),
-        results,
-    )
-
-
-def plan_all_from(
-    weight: NDArray[np.int64],
-    current: NDArray[np.int32],
-    shape: GroupShape,
-    options: PlacementOptions,
-    limits: NDArray[np.int64],
-    results: Results,
-) -> None:
-    """Plan from a current placement; `limits` [L] are the moves each layer may make."""
-    plan_from_current(
-        weight,
-        current,
-        shape.rank_up,
-        shape.node_of,
-        shape.width,
-        options.spread_nodes,
-        goals_of(options),
-        (options.prices.same_node_ns, options.prices.cross_node_ns),
-        limits,
-        results,
+def limits_of(options: PlacementOptions) -> SearchLimits:
+    return SearchLimits(
+        trigger=float(options.trigger),
+        stop=float(options.stop),
+        fresh_stop=float(options.fresh_stop),
+        max_rounds=options.max_rounds if options.search else -1,
+        near_price=options.prices.same_node_ns,
+        far_price=options.prices.cross_node_ns,
+        spread=int(options.spread_nodes),
     )
 
 
@@ -345,11 +267,11 @@ def balance(
 def make_plan(
     weight: NDArray[np.int64],
     shape: GroupShape,
-    results: Results,
+    results: LayerResults,
     before: NDArray[np.float64],
     epoch: int,
 ) -> PlacementPlan:
-    slots = results.slot_expert
+    slots = results.slots
     slots[slots == shape.num_experts] = EMPTY
     slots.flags.writeable = False
     return PlacementPlan(

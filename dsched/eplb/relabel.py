@@ -1,7 +1,7 @@
 """Make a new placement look as much like the old one as it can, at no cost in balance.
 
 Which rank is called which does not matter to a fresh plan, and neither does the order of slots
-inside a rank. `match_ranks` renames the ranks so that as many experts as possible are already
+inside a rank. `match_layers` renames the ranks so that as many experts as possible are already
 there (an assignment problem, solved exactly by shortest augmenting paths), and `keep_positions`
 leaves experts that stay on a rank in the slots they had.
 
@@ -11,9 +11,6 @@ Compiled. O(G^3 + P G) and O(P K).
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-
-from dsched.eplb.search import Holding
-from dsched.eplb.state import LayerState
 
 FORBIDDEN = 1 << 40
 """Cost of a pair of ranks that must not be matched; more than all allowed pairs together."""
@@ -72,37 +69,84 @@ def assign(cost: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 @njit(cache=True, nogil=True)
-def match_ranks(state: LayerState, slots: NDArray[np.int32], width: int, holding: Holding) -> None:
-    """Rename the live ranks of `slots`, in place, so that moving there costs least.
+def match_layers(
+    slots: NDArray[np.int32],
+    current: NDArray[np.int32],
+    num_experts: int,
+    rank_up: NDArray[np.bool_],
+    node_of: NDArray[np.int64],
+    spread: int,
+    near_price: int,
+    far_price: int,
+) -> None:
+    """Rename the live ranks of every layer of `slots` [L, P], in place, so that least must move.
 
     If copies must be spread over nodes, ranks are renamed only within their node.
     """
-    num_live = len(state.order)
-    num_experts = len(state.weight) - 1
-    live = np.sort(state.order)
+    num_ranks = len(rank_up)
+    width = slots.shape[1] // num_ranks
+    live = np.flatnonzero(rank_up)
+    num_live = len(live)
+    on_rank = np.zeros((num_experts, num_ranks), np.bool_)
+    on_node = np.zeros((num_experts, int(node_of.max()) + 1), np.bool_)
     cost = np.zeros((num_live, num_live), np.int64)
-    for index in range(num_live):
-        for slot in range(live[index] * width, (live[index] + 1) * width):
-            expert = slots[slot]
-            if expert == num_experts:
-                continue
-            for other in range(num_live):
-                rank = live[other]
-                if not holding.on_rank[expert, rank]:
-                    is_near = holding.on_node[expert, state.node_of[rank]]
-                    cost[index, other] += holding.near_price if is_near else holding.far_price
-    if state.spread:
+    before = np.empty(slots.shape[1], np.int32)
+    for layer in range(len(slots)):
+        on_rank[:] = False
+        on_node[:] = False
+        for slot in range(slots.shape[1]):
+            expert = current[layer, slot]
+            if expert != num_experts:
+                on_rank[expert, slot // width] = True
+                on_node[expert, node_of[slot // width]] = True
+        cost[:] = 0
         for index in range(num_live):
             for other in range(num_live):
-                if state.node_of[live[index]] != state.node_of[live[other]]:
+                rank = live[other]
+                if spread and node_of[live[index]] != node_of[rank]:
                     cost[index, other] = FORBIDDEN
-    new_name = assign(cost)
-    before = slots.copy()
-    for index in range(num_live):
-        source = live[index] * width
-        target = live[new_name[index]] * width
-        for offset in range(width):
-            slots[target + offset] = before[source + offset]
+                    continue
+                for slot in range(live[index] * width, (live[index] + 1) * width):
+                    expert = slots[layer, slot]
+                    if expert != num_experts and not on_rank[expert, rank]:
+                        is_near = on_node[expert, node_of[rank]]
+                        cost[index, other] += near_price if is_near else far_price
+        new_name = assign(cost)
+        before[:] = slots[layer]
+        for index in range(num_live):
+            source = live[index] * width
+            target = live[new_name[index]] * width
+            slots[layer, target : target + width] = before[source : source + width]
+
+
+@njit(cache=True, nogil=True)
+def finish_layers(
+    slots: NDArray[np.int32],
+    current: NDArray[np.int32],
+    layers: NDArray[np.int64],
+    num_experts: int,
+    width: int,
+    node_of: NDArray[np.int64],
+    num_moves: NDArray[np.int64],
+    num_far_moves: NDArray[np.int64],
+) -> None:
+    """Put experts that stay on a rank back into their slots, in place, and count the moves [L]."""
+    on_node = np.zeros((num_experts, int(node_of.max()) + 1), np.bool_)
+    for layer in layers:
+        keep_positions(slots[layer], current[layer], width, num_experts)
+        on_node[:] = False
+        for slot in range(slots.shape[1]):
+            if current[layer, slot] != num_experts:
+                on_node[current[layer, slot], node_of[slot // width]] = True
+        num_moves[layer] = 0
+        num_far_moves[layer] = 0
+        for slot in range(slots.shape[1]):
+            expert = slots[layer, slot]
+            if expert == num_experts or expert == current[layer, slot]:
+                continue
+            # Experts that the rank held are at their old slots now, so this one is new to it.
+            num_moves[layer] += 1
+            num_far_moves[layer] += not on_node[expert, node_of[slot // width]]
 
 
 @njit(cache=True, nogil=True)

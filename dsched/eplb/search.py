@@ -6,12 +6,15 @@ Two searches share these steps:
   be improved and makes the exchange that leaves the heavier of the two ranks lightest. Where
   exchanges end, one slot is overwritten, which changes the *number* of copies of two experts:
   greedy counts are not optimal (two hot experts of nearly equal share show it).
-- `find_step` is for a placement in use, where each move has a price. It takes the step with the
-  greatest fall of overload for its price; overload counts only above the limit at which the
-  search may stop, so ranks that are good enough are left alone.
+- `find_exchange` and `find_replace` are for a placement in use, where each move has a price. They
+  find the step with the greatest fall of overload for its price; overload counts only above the
+  limit at which the search may stop, so ranks that are good enough are left alone.
 
 Each step makes the sorted list of rank loads smaller or the overload less, so both searches end.
-Compiled; an exchange costs O(G K^2) for K slots a rank, an overwriting O(E c + P c) for c copies.
+
+Compiled. An exchange is searched in O(G K^2) for K slots a rank. An overwriting has two halves that
+hardly touch: what the old expert's other copies take over and what the new expert's give up. Each
+half is computed once, so a search is O(E + P c + K E + K P) for c copies instead of the product.
 """
 
 from typing import NamedTuple
@@ -28,7 +31,6 @@ from dsched.eplb.state import (
     overload,
     replace_copy,
     swap_copies,
-    try_replace,
 )
 
 TILT = 0.01
@@ -64,47 +66,21 @@ class Step(NamedTuple):
     """Change of the summed overload; negative is better."""
     score: float
     """Gain for the price; negative is better."""
-    touched_heaviest: int
-    """Heaviest load afterwards among the ranks that change."""
     heaviest: int
-    """Heaviest rank load afterwards."""
+    """Heaviest rank load afterwards, or a little more (see `find_replace`)."""
     num_moves: int
     """Change of the number of moves: -2 .. 2."""
 
 
 @njit(cache=True, nogil=True)
-def new_step(
-    slot: int,
-    other_slot: int,
-    expert: int,
-    gain: float,
-    score: float,
-    touched_heaviest: int,
-    heaviest: int,
-    num_moves: int,
-) -> Step:
-    """Make a step of one type, whatever integer types its parts have."""
-    return Step(
-        np.int64(slot),
-        np.int64(other_slot),
-        np.int64(expert),
-        gain,
-        score,
-        np.int64(touched_heaviest),
-        np.int64(heaviest),
-        np.int64(num_moves),
-    )
-
-
-@njit(cache=True, nogil=True)
 def no_step() -> Step:
-    return new_step(-1, -1, -1, 0.0, 0.0, FAR_ABOVE, FAR_ABOVE, 0)
+    return Step(-1, -1, -1, 0.0, 0.0, FAR_ABOVE, 0)
 
 
 @njit(cache=True, nogil=True)
 def count_change(holding: Holding, came: int, left: int, rank: int) -> int:
     """Moves more (or fewer) when `came` replaces `left` on the rank."""
-    return np.int64(holding.on_rank[left, rank]) - np.int64(holding.on_rank[came, rank])
+    return int(holding.on_rank[left, rank]) - int(holding.on_rank[came, rank])
 
 
 @njit(cache=True, nogil=True)
@@ -122,9 +98,9 @@ def price_change(state: LayerState, holding: Holding, came: int, left: int, rank
 
 
 @njit(cache=True, nogil=True)
-def score_of(holding: Holding, gain: float, price: int) -> float:
+def score_of(near_price: int, gain: float, price: int) -> float:
     """Gain for the price. A step that costs nothing counts as a quarter of the cheapest move."""
-    return gain / max(float(price), 0.25 * float(holding.near_price))
+    return gain / max(float(price), 0.25 * float(near_price))
 
 
 @njit(cache=True, nogil=True)
@@ -175,10 +151,8 @@ def exchange_from(
     `scanned` and `changed` say when a rank was last searched in vain and last altered: pairs that
     were seen and stayed as they are need no second look.
     """
-    order = state.order
-    rank_load = state.rank_load
-    slot_expert = state.slot
-    shares = state.share
+    order, rank_load = state.order, state.rank_load
+    slot_expert, shares = state.slot, state.share
     rank = order[position]
     load = rank_load[rank]
     since = scanned[rank] if changed[rank] < scanned[rank] else -1
@@ -215,138 +189,139 @@ def exchange_from(
 
 
 @njit(cache=True, nogil=True)
+def weigh_harm(state: LayerState, limit: int, mean: int) -> None:
+    """Write `harm` and `harm_top` of every slot."""
+    next_copy, first_copy, num_copies = state.next_copy, state.first_copy, state.num_copies
+    weight, share = state.weight, state.share
+    rank_load, rank_of, is_up = state.rank_load, state.rank_of, state.is_up
+    harm, harm_top, slot_expert = state.harm, state.harm_top, state.slot
+    num_experts = len(weight) - 1
+    for slot in range(len(slot_expert)):
+        expert = slot_expert[slot]
+        harm[slot] = 0.0
+        harm_top[slot] = 0
+        if expert == num_experts:
+            if not is_up[rank_of[slot]]:
+                harm_top[slot] = FAR_ABOVE
+            continue
+        if num_copies[expert] < 2:
+            harm_top[slot] = FAR_ABOVE
+            continue
+        amount = weight[expert] // (num_copies[expert] - 1) - share[expert]
+        copy = first_copy[expert]
+        while copy >= 0:
+            if copy != slot:
+                load = rank_load[rank_of[copy]]
+                harm[slot] += overload(load + amount, limit, mean, TILT)
+                harm[slot] -= overload(load, limit, mean, TILT)
+                harm_top[slot] = max(harm_top[slot], load + amount)
+            copy = next_copy[copy]
+
+
+@njit(cache=True, nogil=True)
+def weigh_relief(state: LayerState, rank: int, limit: int, mean: int) -> None:
+    """Write `relief` and `relief_top` of every expert; `relief_top` leaves `rank` out."""
+    next_copy, first_copy, num_copies = state.next_copy, state.first_copy, state.num_copies
+    share, grown_share, order = state.share, state.grown_share, state.order
+    rank_load, rank_of = state.rank_load, state.rank_of
+    for expert in range(len(state.weight) - 1):
+        amount = grown_share[expert] - share[expert] if num_copies[expert] > 0 else 0
+        relief = 0.0
+        copy = first_copy[expert]
+        while copy >= 0:
+            load = rank_load[rank_of[copy]]
+            relief += overload(load + amount, limit, mean, TILT)
+            relief -= overload(load, limit, mean, TILT)
+            copy = next_copy[copy]
+        state.relief[expert] = relief
+        top = np.int64(0)
+        for index in range(len(order) - 1, -1, -1):
+            other = order[index]
+            if other == rank:
+                continue
+            if not is_on(first_copy, next_copy, rank_of, expert, other):
+                top = max(top, rank_load[other])
+                break
+            top = max(top, rank_load[other] + amount)
+        state.relief_top[expert] = top
+
+
+@njit(cache=True, nogil=True)
 def find_replace(
     state: LayerState, width: int, rank: int, limit: int, mean: int, holding: Holding
 ) -> tuple[Step, Step, Step]:
     """Search the overwritings that relieve `rank`: of its own slots, or by a copy elsewhere.
 
     Returns the one with the best score, the one that leaves the heaviest rank lightest, and of
-    those that bring every touched rank below the present load of `rank`, the one with most gain.
+    those that bring every rank that grows below the present load of `rank`, the one with most
+    gain. Where the old and the new expert share ranks, what is found is a little better than
+    computed: the halves are added as if they did not meet.
     """
+    weigh_harm(state, limit, mean)
+    weigh_relief(state, rank, limit, mean)
     best = no_step()
     lightest = no_step()
     strict = no_step()
-    strict_gain = np.inf
     num_experts = len(state.weight) - 1
     max_copies = len(state.order)
-    present = state.rank_load[rank]
     next_copy, first_copy, num_copies = state.next_copy, state.first_copy, state.num_copies
-    weight, share, grown_share = state.weight, state.share, state.grown_share
-    rank_load, rank_of, order = state.rank_load, state.rank_of, state.order
-    change, touched, mark = state.change, state.touched, state.mark
+    share, grown_share = state.share, state.grown_share
+    rank_load, rank_of = state.rank_load, state.rank_of
+    harm, harm_top, relief, relief_top = state.harm, state.harm_top, state.relief, state.relief_top
     slot_expert = state.slot
-    for part in range(2):
-        # Part 0: any expert into a slot of this rank. Part 1: an expert of this rank into a slot
-        # of another rank, which takes load off this one.
-        for outer in range(width):
-            own_slot = rank * width + outer
-            own = slot_expert[own_slot]
-            if part == 0 and own != num_experts and num_copies[own] < 2:
+    near_price = holding.near_price
+    present = rank_load[rank]
+    for slot in range(len(slot_expert)):
+        if harm_top[slot] >= present:
+            continue
+        # Any expert may come to a slot of this rank; only those of this rank to another's slot.
+        receiver = rank_of[slot]
+        is_own = receiver == rank
+        receiver_load = rank_load[receiver]
+        left_load = receiver_load - share[slot_expert[slot]]
+        base = harm[slot] - overload(receiver_load, limit, mean, TILT)
+        for index in range(num_experts if is_own else width):
+            expert = index if is_own else slot_expert[rank * width + index]
+            received = left_load + grown_share[expert]
+            if received >= present or expert == num_experts:
                 continue
-            if part == 1 and (own == num_experts or num_copies[own] >= max_copies):
+            gain = base + relief[expert] + overload(received, limit, mean, TILT)
+            heaviest = max(harm_top[slot], received, relief_top[expert])
+            if not is_own:
+                heaviest = max(heaviest, present + grown_share[expert] - share[expert])
+            is_best = gain < 0 and score_of(near_price, gain, 0) < best.score
+            is_strict = strict.slot < 0 or gain < strict.gain
+            if not (is_best or is_strict or heaviest <= lightest.heaviest):
                 continue
-            for inner in range(num_experts if part == 0 else max_copies * width):
-                if part == 0:
-                    slot = own_slot
-                    expert = inner
-                    if num_copies[expert] >= max_copies or is_on(
-                        first_copy, next_copy, rank_of, expert, rank
-                    ):
-                        continue
-                else:
-                    slot = order[inner // width] * width + inner % width
-                    expert = own
-                    if slot_expert[slot] != num_experts and num_copies[slot_expert[slot]] < 2:
-                        continue
-                    if is_on(first_copy, next_copy, rank_of, expert, rank_of[slot]):
-                        continue
-                old = slot_expert[slot]
-                if part == 0 and old != num_experts and grown_share[expert] >= share[old]:
-                    continue
-                if state.spread and not can_replace(state, slot, expert):
-                    continue
-                gain, touched_heaviest, heaviest = try_replace(
-                    next_copy,
-                    first_copy,
-                    num_copies,
-                    weight,
-                    share,
-                    grown_share,
-                    rank_load,
-                    rank_of,
-                    order,
-                    change,
-                    touched,
-                    mark,
-                    slot,
-                    old,
-                    expert,
-                    limit,
-                    mean,
-                    TILT,
-                )
-                # A step is charged a quarter of a move at least (see score_of).
-                is_best = gain < 0 and score_of(holding, gain, 0) < best.score
-                is_strict = touched_heaviest < present and gain < strict_gain
-                if not (is_best or is_strict or heaviest <= lightest.heaviest):
-                    continue
-                step = price_replace(state, holding, slot, expert, gain, touched_heaviest, heaviest)
-                if is_strict:
-                    strict = step
-                    strict_gain = gain
-                if is_best and step.score < best.score:
-                    best = step
-                if heaviest < lightest.heaviest or (
-                    heaviest == lightest.heaviest and step.num_moves < lightest.num_moves
-                ):
-                    lightest = step
+            if num_copies[expert] >= max_copies or is_on(
+                first_copy, next_copy, rank_of, expert, receiver
+            ):
+                continue
+            if state.spread and not can_replace(state, slot, expert):
+                continue
+            step = price_replace(state, holding, slot, expert, gain, heaviest)
+            if is_strict:
+                strict = step
+            if is_best and step.score < best.score:
+                best = step
+            if heaviest < lightest.heaviest or (
+                heaviest == lightest.heaviest and step.num_moves < lightest.num_moves
+            ):
+                lightest = step
     return best, lightest, strict
 
 
 @njit(cache=True, nogil=True)
 def price_replace(
-    state: LayerState,
-    holding: Holding,
-    slot: int,
-    expert: int,
-    gain: float,
-    touched_heaviest: int,
-    heaviest: int,
+    state: LayerState, holding: Holding, slot: int, expert: int, gain: float, heaviest: int
 ) -> Step:
+    """Make the step that overwrites `slot` with `expert`."""
     old = state.slot[slot]
     rank = state.rank_of[slot]
     price = price_change(state, holding, expert, old, rank)
     num_moves = count_change(holding, expert, old, rank)
-    score = score_of(holding, gain, price)
-    return new_step(slot, -1, expert, gain, score, touched_heaviest, heaviest, num_moves)
-
-
-@njit(cache=True, nogil=True)
-def weigh_replace(
-    state: LayerState, slot: int, expert: int, limit: int, mean: int, holding: Holding
-) -> Step:
-    """Return the step that overwrites `slot` with `expert`, with all that it would change."""
-    gain, touched_heaviest, heaviest = try_replace(
-        state.next_copy,
-        state.first_copy,
-        state.num_copies,
-        state.weight,
-        state.share,
-        state.grown_share,
-        state.rank_load,
-        state.rank_of,
-        state.order,
-        state.change,
-        state.touched,
-        state.mark,
-        slot,
-        state.slot[slot],
-        expert,
-        limit,
-        mean,
-        TILT,
-    )
-    return price_replace(state, holding, slot, expert, gain, touched_heaviest, heaviest)
+    score = score_of(holding.near_price, gain, price)
+    return Step(slot, -1, expert, gain, score, heaviest, num_moves)
 
 
 @njit(cache=True, nogil=True)
@@ -359,40 +334,43 @@ def find_exchange(
     """
     best = no_step()
     lightest = no_step()
-    load = state.rank_load[rank]
+    order, rank_load = state.order, state.rank_load
+    slot_expert, shares = state.slot, state.share
+    near_price = holding.near_price
+    load = rank_load[rank]
     before = overload(load, limit, mean, TILT)
-    for index in range(len(state.order)):
-        other_rank = state.order[index]
-        other_load = state.rank_load[other_rank]
+    for index in range(len(order)):
+        other_rank = order[index]
+        other_load = rank_load[other_rank]
         if other_load >= load:
-            continue
-        other_before = overload(other_load, limit, mean, TILT)
+            break
+        both_before = before + overload(other_load, limit, mean, TILT)
         third = third_load(state, rank, other_rank)
         for slot in range(rank * width, (rank + 1) * width):
-            share = state.share[state.slot[slot]]
+            share = shares[slot_expert[slot]]
+            # Two moves, unless the exchange sends an expert away that came in this search.
+            least_price = 2 * near_price if holding.on_rank[slot_expert[slot], rank] else 0
             for other_slot in range(other_rank * width, (other_rank + 1) * width):
-                difference = share - state.share[state.slot[other_slot]]
+                difference = share - shares[slot_expert[other_slot]]
                 if difference <= 0 or other_load + difference >= load:
                     continue
+                if not holding.on_rank[slot_expert[other_slot], other_rank]:
+                    least_price = 0
                 gain = (
                     overload(load - difference, limit, mean, TILT)
                     + overload(other_load + difference, limit, mean, TILT)
-                    - before
-                    - other_before
+                    - both_before
                 )
                 heaviest = max(load - difference, other_load + difference, third)
-                # Half a move is the least an exchange is ever charged (see score_of).
-                bound = score_of(holding, gain, 0)
-                if (gain >= 0 or bound >= best.score) and heaviest > lightest.heaviest:
+                is_best = gain < 0 and score_of(near_price, gain, least_price) < best.score
+                if not (is_best or heaviest < lightest.heaviest):
                     continue
                 if not can_exchange(state, slot, other_slot):
                     continue
-                step = weigh_exchange(state, slot, other_slot, gain, heaviest, holding)
-                if gain < 0 and step.score < best.score:
+                step = price_exchange(state, holding, slot, other_slot, gain, heaviest)
+                if is_best and step.score < best.score:
                     best = step
-                if heaviest < lightest.heaviest or (
-                    heaviest == lightest.heaviest and step.num_moves < lightest.num_moves
-                ):
+                if heaviest < lightest.heaviest:
                     lightest = step
     return best, lightest
 
@@ -408,9 +386,10 @@ def third_load(state: LayerState, one: int, other: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def weigh_exchange(
-    state: LayerState, slot: int, other_slot: int, gain: float, heaviest: int, holding: Holding
+def price_exchange(
+    state: LayerState, holding: Holding, slot: int, other_slot: int, gain: float, heaviest: int
 ) -> Step:
+    """Make the step that exchanges two slots."""
     expert = state.slot[slot]
     other = state.slot[other_slot]
     rank = state.rank_of[slot]
@@ -421,37 +400,45 @@ def weigh_exchange(
     num_moves = count_change(holding, other, expert, rank) + count_change(
         holding, expert, other, other_rank
     )
-    score = score_of(holding, gain, price)
-    return new_step(slot, other_slot, -1, gain, score, heaviest, heaviest, num_moves)
+    score = score_of(holding.near_price, gain, price)
+    return Step(slot, other_slot, -1, gain, score, heaviest, num_moves)
 
 
 @njit(cache=True, nogil=True)
 def take_step(state: LayerState, step: Step) -> None:
+    """Make the step. Taking `undo_of` the same step afterwards brings the state back."""
     if step.other_slot >= 0:
         swap_copies(state, step.slot, step.other_slot)
-    else:
+    elif step.slot >= 0:
         replace_copy(state, step.slot, step.expert)
 
 
 @njit(cache=True, nogil=True)
-def settle_ranks(
+def undo_of(state: LayerState, step: Step) -> Step:
+    """Return the step that undoes `step`. In: the state before it."""
+    if step.other_slot >= 0:
+        return step
+    expert = int(state.slot[step.slot])
+    return Step(step.slot, -1, expert, -step.gain, -step.score, FAR_ABOVE, -step.num_moves)
+
+
+@njit(cache=True, nogil=True)
+def exchange_ranks(
     state: LayerState,
     width: int,
     goal: int,
+    depth: int,
     scanned: NDArray[np.int64],
     changed: NDArray[np.int64],
     now: int,
 ) -> int:
-    """Exchange from every rank above `goal`, heaviest first, until nothing improves.
-
-    A rank that is stuck may come free when lighter ones have changed. Returns the new `now`.
-    """
+    """Exchange from the `depth` heaviest ranks while it helps. Returns the new `now`."""
     last = len(state.order) - 1
     has_moved = True
     while has_moved and state.rank_load[state.order[last]] > goal:
         has_moved = False
         position = last
-        while position > 0 and state.rank_load[state.order[position]] > goal:
+        while position > last - depth and state.rank_load[state.order[position]] > goal:
             now += 1
             if exchange_from(state, width, position, goal, scanned, changed, now):
                 has_moved = True
@@ -466,34 +453,33 @@ def settle(
     width: int,
     goal: int,
     mean: int,
-    holding: Holding,
     max_rounds: int,
+    holding: Holding,
     scanned: NDArray[np.int64],
     changed: NDArray[np.int64],
 ) -> None:
-    """Improve a fresh placement until the heaviest rank is at `goal` or no step helps.
+    """Improve a placement, at any number of moves, until the heaviest rank is at `goal`.
 
-    `max_rounds` limits the overwritings and full passes; exchanges from the heaviest rank are
-    always made.
+    In each round the heaviest rank exchanges while it helps. Then one slot is overwritten; failing
+    that, all ranks above the goal exchange, as a rank that is stuck may come free when lighter ones
+    have changed. Ends when neither helps, or after `max_rounds`.
     """
-    last = len(state.order) - 1
+    num_live = len(state.order)
     scanned[:] = -1
     changed[:] = 0
     now = 0
     for index in range(max_rounds + 1):
-        while state.rank_load[state.order[last]] > goal:
-            now += 1
-            if not exchange_from(state, width, last, goal, scanned, changed, now):
-                break
-        heaviest = state.rank_load[state.order[last]]
+        now = exchange_ranks(state, width, goal, 1, scanned, changed, now)
+        rank = state.order[num_live - 1]
+        heaviest = state.rank_load[rank]
         if heaviest <= goal or index == max_rounds:
             return
-        _, _, strict = find_replace(state, width, state.order[last], goal, mean, holding)
+        _, _, strict = find_replace(state, width, rank, goal, mean, holding)
         if strict.slot >= 0:
             take_step(state, strict)
             now += 1
             changed[:] = now
             continue
-        now = settle_ranks(state, width, goal, scanned, changed, now)
-        if state.rank_load[state.order[last]] >= heaviest:
+        now = exchange_ranks(state, width, goal, num_live, scanned, changed, now)
+        if state.rank_load[state.order[num_live - 1]] >= heaviest:
             return

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 class LayerState(NamedTuple):
     """Scratch arrays of one layer. P slots, E experts, G ranks of which H are up."""
 
-    slot: NDArray[np.int32]
+    slot: NDArray[np.int64]
     """[P] expert in the slot; E if empty. Slots of ranks that are down are always empty."""
-    next_copy: NDArray[np.int32]
+    next_copy: NDArray[np.int64]
     """[P] next slot with the same expert, -1 at the end."""
-    first_copy: NDArray[np.int32]
+    first_copy: NDArray[np.int64]
     """[E + 1] first slot that holds the expert, -1 without copies."""
-    num_copies: NDArray[np.int32]
+    num_copies: NDArray[np.int64]
     """[E + 1]"""
     weight: NDArray[np.int64]
     """[E + 1] load of the expert in fixed point; 0 for E."""
@@ -37,58 +37,65 @@ class LayerState(NamedTuple):
     """[E + 1] the same if there were one copy more."""
     rank_load: NDArray[np.int64]
     """[G] sum of the shares on the rank."""
-    order: NDArray[np.int32]
+    order: NDArray[np.int64]
     """[H] ranks that are up, by load, then by number."""
-    change: NDArray[np.int64]
-    """[G] zero between calls; what a candidate would add to each rank."""
-    touched: NDArray[np.int32]
-    """[3 G + 3] ranks that a candidate touches, possibly twice."""
-    mark: NDArray[np.int64]
-    """[G + 1] which candidate touched the rank last; the last element counts candidates."""
-    rank_of: NDArray[np.int32]
+    harm: NDArray[np.float64]
+    """[P] scratch of a search: overload that emptying the slot would bring."""
+    harm_top: NDArray[np.int64]
+    """[P] scratch: heaviest rank that emptying the slot would add to; too much to be allowed where
+    the slot has an expert's only copy, or its rank is down."""
+    relief: NDArray[np.float64]
+    """[E + 1] scratch: overload that one copy more would change, without the rank that gets it."""
+    relief_top: NDArray[np.int64]
+    """[E + 1] scratch: heaviest of the other ranks, given one copy more."""
+    is_up: NDArray[np.bool_]
+    """[G]"""
+    rank_of: NDArray[np.int64]
     """[P] rank of the slot."""
-    node_of: NDArray[np.int32]
+    node_of: NDArray[np.int64]
     """[G] node of the rank."""
-    spread: bool
-    """Copies of an expert that has several must not all sit on one node."""
+    spread: int
+    """1: copies of an expert that has several must not all sit on one node."""
 
 
 @njit(cache=True, nogil=True)
 def new_state(
     num_experts: int,
     rank_up: NDArray[np.bool_],
-    node_of: NDArray[np.int32],
+    node_of: NDArray[np.int64],
     width: int,
-    spread: bool,
+    spread: int,
 ) -> LayerState:
     """Allocate the state for layers of `num_experts` on ranks of `width` slots."""
     num_ranks = len(rank_up)
     num_slots = num_ranks * width
-    rank_of = np.empty(num_slots, np.int32)
+    rank_of = np.empty(num_slots, np.int64)
     for slot in range(num_slots):
         rank_of[slot] = slot // width
     num_up = 0
     for rank in range(num_ranks):
         num_up += rank_up[rank]
-    order = np.empty(num_up, np.int32)
+    order = np.empty(num_up, np.int64)
     position = 0
     for rank in range(num_ranks):
         if rank_up[rank]:
             order[position] = rank
             position += 1
     return LayerState(
-        np.full(num_slots, num_experts, np.int32),
-        np.full(num_slots, -1, np.int32),
-        np.full(num_experts + 1, -1, np.int32),
-        np.zeros(num_experts + 1, np.int32),
+        np.full(num_slots, num_experts, np.int64),
+        np.full(num_slots, -1, np.int64),
+        np.full(num_experts + 1, -1, np.int64),
+        np.zeros(num_experts + 1, np.int64),
         np.zeros(num_experts + 1, np.int64),
         np.zeros(num_experts + 1, np.int64),
         np.zeros(num_experts + 1, np.int64),
         np.zeros(num_ranks, np.int64),
         order,
-        np.zeros(num_ranks, np.int64),
-        np.zeros(3 * num_ranks + 3, np.int32),
-        np.zeros(num_ranks + 1, np.int64),
+        np.zeros(num_slots, np.float64),
+        np.zeros(num_slots, np.int64),
+        np.zeros(num_experts + 1, np.float64),
+        np.zeros(num_experts + 1, np.int64),
+        rank_up,
         rank_of,
         node_of,
         spread,
@@ -111,7 +118,7 @@ def clear(state: LayerState, weight: NDArray[np.int64]) -> None:
 
 @njit(cache=True, nogil=True)
 def fill(state: LayerState, slots: NDArray[np.int32]) -> None:
-    """Put a whole layer in: cheaper than copy by copy. The state must be clear."""
+    """Put a whole layer in, E in empty slots. The state must be clear."""
     num_experts = len(state.weight) - 1
     for slot in range(len(slots) - 1, -1, -1):
         expert = slots[slot]
@@ -148,9 +155,9 @@ def has_copy(state: LayerState, expert: int, rank: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def is_on(
-    first_copy: NDArray[np.int32],
-    next_copy: NDArray[np.int32],
-    rank_of: NDArray[np.int32],
+    first_copy: NDArray[np.int64],
+    next_copy: NDArray[np.int64],
+    rank_of: NDArray[np.int64],
     expert: int,
     rank: int,
 ) -> bool:
@@ -305,73 +312,3 @@ def overload(load: int, limit: int, mean: int, tilt: float) -> float:
         excess = float(load - limit)
         value += excess * excess
     return value
-
-
-@njit(cache=True, nogil=True)
-def try_replace(
-    next_copy: NDArray[np.int32],
-    first_copy: NDArray[np.int32],
-    num_copies: NDArray[np.int32],
-    weight: NDArray[np.int64],
-    share: NDArray[np.int64],
-    grown_share: NDArray[np.int64],
-    rank_load: NDArray[np.int64],
-    rank_of: NDArray[np.int32],
-    order: NDArray[np.int32],
-    change: NDArray[np.int64],
-    touched: NDArray[np.int32],
-    mark: NDArray[np.int64],
-    slot: int,
-    old: int,
-    expert: int,
-    limit: int,
-    mean: int,
-    tilt: float,
-) -> tuple[float, int, int]:
-    """Return what overwriting `slot`, which holds `old`, with `expert` would change.
-
-    In: the arrays of a `LayerState` (one by one: this is the innermost call of every search, and
-    taking them out of the tuple would cost more than the work), and an expert that the rank does
-    not hold, or E. Out: the change of the summed `overload`, and the heaviest load afterwards of
-    the ranks that change and of all ranks. O(copies of both).
-    """
-    rank = rank_of[slot]
-    mark[-1] += 1
-    token = mark[-1]
-    change[rank] += grown_share[expert] - share[old]
-    touched[0] = rank
-    num_touched = 1
-    if num_copies[old] > 1:
-        amount = weight[old] // (num_copies[old] - 1) - share[old]
-        copy = first_copy[old]
-        while copy >= 0:
-            if copy != slot:
-                change[rank_of[copy]] += amount
-                touched[num_touched] = rank_of[copy]
-                num_touched += 1
-            copy = next_copy[copy]
-    if num_copies[expert] > 0:
-        amount = grown_share[expert] - share[expert]
-        copy = first_copy[expert]
-        while copy >= 0:
-            change[rank_of[copy]] += amount
-            touched[num_touched] = rank_of[copy]
-            num_touched += 1
-            copy = next_copy[copy]
-    gain = 0.0
-    touched_heaviest = np.int64(0)
-    for index in range(num_touched):
-        rank = touched[index]
-        if mark[rank] == token:
-            continue
-        mark[rank] = token
-        amount = change[rank]
-        change[rank] = 0
-        load = rank_load[rank]
-        touched_heaviest = max(touched_heaviest, load + amount)
-        gain += overload(load + amount, limit, mean, tilt) - overload(load, limit, mean, tilt)
-    for index in range(len(order) - 1, -1, -1):
-        rank = order[index]
-        if mark[rank] != token:
-            return gain, touched_heaviest, max(touched_heaviest, rank_load[rank])
-    return gain, touched_heaviest, touched_heaviest

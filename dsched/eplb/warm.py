@@ -5,7 +5,7 @@ then takes the cheapest steps until the heaviest rank is at the goal. It remembe
 its way, and also looks one step aside of it, so that more allowed moves never give a worse result:
 the states seen with few moves are seen with many, too.
 
-Compiled. One step is O(K P + E c) for K slots a rank and c copies of an expert.
+Compiled. One step costs what `search.py` says.
 """
 
 import numpy as np
@@ -13,6 +13,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from dsched.eplb.search import (
+    TILT,
+    FAR_ABOVE,
     Holding,
     Step,
     can_exchange,
@@ -21,28 +23,149 @@ from dsched.eplb.search import (
     find_exchange,
     find_replace,
     no_step,
+    price_exchange,
+    price_replace,
     take_step,
-    weigh_exchange,
-    weigh_replace,
+    undo_of,
+    weigh_harm,
+    weigh_relief,
 )
-from dsched.eplb.state import LayerState, add_copy, replace_copy, sort_ranks, swap_copies
+from dsched.eplb.state import (
+    LayerState,
+    add_copy,
+    clear,
+    fill,
+    new_state,
+    overload,
+    replace_copy,
+    sort_ranks,
+)
 
 MAX_STEPS = 4_096
 """Steps of one layer. Never reached in practice; bounds the time if it were."""
 PAIR_LIMIT = 1_024
 """Layers with at most this many slots times experts are also searched two steps deep, which costs
 the square of that."""
+UNLIMITED = 1 << 40
+"""More moves than any layer has."""
 
 
 @njit(cache=True, nogil=True)
-def cover(state: LayerState, holding: Holding, goal: int, mean: int) -> int:
+def improve_layers(
+    weight: NDArray[np.int64],
+    current: NDArray[np.int32],
+    layers: NDArray[np.int64],
+    rank_up: NDArray[np.bool_],
+    node_of: NDArray[np.int64],
+    spread: int,
+    stop: float,
+    near_price: int,
+    far_price: int,
+    max_moves: NDArray[np.int64],
+    out: NDArray[np.int32],
+    num_covered: NDArray[np.int64],
+    trail: NDArray[np.int64],
+) -> None:
+    """Improve the named layers; `current` and `out` [L, P] hold E in empty slots.
+
+    `trail` [L, S, 2] receives the moves and the heaviest rank load of the best state after each of
+    the first S steps; S may be 0.
+    """
+    num_experts = weight.shape[1]
+    num_ranks = len(rank_up)
+    width = current.shape[1] // num_ranks
+    state = new_state(num_experts, rank_up, node_of, width, spread)
+    holding = empty_holding(num_experts, num_ranks, int(node_of.max()) + 1, near_price, far_price)
+    best_slots = np.empty(current.shape[1], np.int64)
+    for layer in layers:
+        mean = mean_load(weight[layer], len(state.order))
+        goal = limit_above(mean, stop)
+        out[layer] = current[layer]
+        drop_doubles(out[layer], width, num_experts)
+        clear(state, weight[layer])
+        fill(state, out[layer])
+        set_holding(holding, state)
+        num_covered[layer] = cover(state, goal, mean)
+        num_moves = improve(
+            state,
+            width,
+            goal,
+            mean,
+            holding,
+            num_covered[layer],
+            max_moves[layer],
+            best_slots,
+            trail[layer],
+        )
+        out[layer] = best_slots
+        clear(state, weight[layer])
+        fill(state, out[layer])
+        fill_spare_slots(state, holding, goal, mean, max_moves[layer] - num_moves)
+        out[layer] = state.slot
+
+
+@njit(cache=True, nogil=True)
+def mean_load(weight: NDArray[np.int64], num_live: int) -> int:
+    """Total over live ranks, rounded up: no placement is lighter."""
+    total = np.int64(0)
+    for value in weight:
+        total += value
+    return int(-(-total // num_live))
+
+
+@njit(cache=True, nogil=True)
+def limit_above(mean: int, excess: float) -> int:
+    """Rank load that is `excess` above the mean. Rounded down, so 0 means the mean itself."""
+    return mean + int(float(mean) * excess)
+
+
+@njit(cache=True, nogil=True)
+def empty_holding(
+    num_experts: int, num_ranks: int, num_nodes: int, near_price: int, far_price: int
+) -> Holding:
+    """Nothing is anywhere yet."""
+    return Holding(
+        np.zeros((num_experts + 1, num_ranks), np.int8),
+        np.zeros((num_experts + 1, num_nodes), np.int8),
+        near_price,
+        far_price,
+    )
+
+
+@njit(cache=True, nogil=True)
+def set_holding(holding: Holding, state: LayerState) -> None:
+    """Note which experts are where before anything moves."""
+    num_experts = len(state.weight) - 1
+    holding.on_rank[:] = 0
+    holding.on_node[:] = 0
+    holding.on_rank[num_experts] = 1
+    holding.on_node[num_experts] = 1
+    for slot in range(len(state.slot)):
+        expert = state.slot[slot]
+        if expert != num_experts:
+            rank = state.rank_of[slot]
+            holding.on_rank[expert, rank] = 1
+            holding.on_node[expert, state.node_of[rank]] = 1
+
+
+@njit(cache=True, nogil=True)
+def drop_doubles(slots: NDArray[np.int32], width: int, num_experts: int) -> None:
+    """Empty the slots whose expert the rank holds in an earlier slot."""
+    for slot in range(len(slots)):
+        for other in range(slot // width * width, slot):
+            if slots[other] == slots[slot]:
+                slots[slot] = num_experts
+
+
+@njit(cache=True, nogil=True)
+def cover(state: LayerState, goal: int, mean: int) -> int:
     """Place every expert without a copy, heaviest first. Returns the number of copies placed.
 
     A slot is taken from an expert that keeps another copy, or is empty; of those, the one that
-    leaves the least overload for its price. Such a slot exists while slots are no fewer than
-    experts.
+    leaves the least overload. Such a slot exists while slots are no fewer than experts.
     """
     num_experts = len(state.weight) - 1
+    width = len(state.slot) // len(state.rank_load)
     num_placed = 0
     while True:
         lost = -1
@@ -53,24 +176,54 @@ def cover(state: LayerState, holding: Holding, goal: int, mean: int) -> int:
                 lost = expert
         if lost < 0:
             return num_placed
-        best = no_step()
-        for rank in state.order:
-            width = len(state.slot) // len(state.rank_load)
-            for slot in range(rank * width, (rank + 1) * width):
-                if can_replace(state, slot, lost):
-                    step = weigh_replace(state, slot, lost, goal, mean, holding)
-                    if best.slot < 0 or is_less_harm(step, best):
-                        best = step
-        replace_copy(state, best.slot, lost)
+        weigh_harm(state, goal, mean)
+        best = -1
+        least = np.inf
+        for index in range(len(state.order) * width):
+            rank = state.order[index // width]
+            slot = rank * width + index % width
+            load = state.rank_load[rank]
+            received = load + state.weight[lost] - state.share[state.slot[slot]]
+            harm = (
+                state.harm[slot]
+                + overload(received, goal, mean, TILT)
+                - overload(load, goal, mean, TILT)
+            )
+            if harm < least and state.harm_top[slot] < FAR_ABOVE and can_replace(state, slot, lost):
+                best = slot
+                least = harm
+        replace_copy(state, best, lost)
         num_placed += 1
 
 
 @njit(cache=True, nogil=True)
-def is_less_harm(step: Step, best: Step) -> bool:
-    """Overload first. The price of the link decides only between equal harm."""
-    if step.gain != best.gain:
-        return step.gain < best.gain
-    return step.heaviest < best.heaviest
+def fill_spare_slots(
+    state: LayerState, holding: Holding, goal: int, mean: int, moves_left: int
+) -> None:
+    """Use the empty slots of live ranks, while moves are left, where it relieves most."""
+    num_experts = len(state.weight) - 1
+    for slot in range(len(state.slot)):
+        rank = state.rank_of[slot]
+        if state.slot[slot] != num_experts or not state.is_up[rank]:
+            continue
+        weigh_relief(state, rank, goal, mean)
+        best = -1
+        least = np.inf
+        for expert in range(num_experts):
+            harm = state.relief[expert] + overload(
+                state.rank_load[rank] + state.grown_share[expert], goal, mean, TILT
+            )
+            if (
+                harm < least
+                and count_change(holding, expert, num_experts, rank) <= moves_left
+                and can_replace(state, slot, expert)
+            ):
+                best = expert
+                least = harm
+        if best >= 0:
+            moves_left -= count_change(holding, best, num_experts, rank)
+            add_copy(state, slot, best)
+    sort_ranks(state)
 
 
 @njit(cache=True, nogil=True)
@@ -96,41 +249,45 @@ def improve(
     holding: Holding,
     num_moves: int,
     max_moves: int,
-    best_slots: NDArray[np.int32],
+    best_slots: NDArray[np.int64],
+    trail: NDArray[np.int64],
 ) -> int:
     """Search from the state; write the best slots found and return their number of moves.
 
-    `num_moves` were spent before; results have at most `max_moves`, unless they were spent.
+    `num_moves` were spent before; results have at most `max_moves`, unless those were more.
     """
     last = len(state.order) - 1
     best_heaviest = state.rank_load[state.order[last]]
     best_moves = num_moves
     best_slots[:] = state.slot
-    looks_ahead = is_small(state)
-    for _ in range(MAX_STEPS):
-        if state.rank_load[state.order[last]] <= goal:
+    looks_ahead = len(state.slot) * len(state.weight) <= PAIR_LIMIT
+    for index in range(MAX_STEPS):
+        if state.rank_load[state.order[last]] <= goal or best_heaviest <= goal:
             break
-        step, aside = choose_step(state, width, goal, mean, holding, max_moves - num_moves)
-        if aside.slot >= 0 and is_better(
-            aside.heaviest, num_moves + aside.num_moves, best_heaviest, best_moves, goal
-        ):
-            best_heaviest = aside.heaviest
-            best_moves = num_moves + aside.num_moves
-            write_with(state, aside, best_slots)
-        if looks_ahead and best_heaviest > goal and max_moves - num_moves >= 2:
-            first, second = find_pair(state, width, goal, mean, holding, max_moves - num_moves)
+        step, first = choose_step(state, width, goal, mean, holding, max_moves - num_moves)
+        second = no_step()
+        if looks_ahead and first.heaviest > goal:
+            pair, follower = find_pair(state, width, goal, mean, holding, max_moves - num_moves)
+            if follower.heaviest < first.heaviest:
+                first, second = pair, follower
+        if first.slot >= 0:
+            # Look aside: one or two steps, judged by the heaviest rank alone.
+            back = undo_of(state, first)
+            take_step(state, first)
+            back_again = undo_of(state, second) if second.slot >= 0 else no_step()
+            take_step(state, second)
             moves = num_moves + first.num_moves + second.num_moves
-            if first.slot >= 0 and is_better(
-                second.heaviest, moves, best_heaviest, best_moves, goal
-            ):
-                best_heaviest = second.heaviest
+            heaviest = state.rank_load[state.order[last]]
+            if is_better(heaviest, moves, best_heaviest, best_moves, goal):
+                best_heaviest = heaviest
                 best_moves = moves
-                write_with_pair(state, first, second, best_slots)
-            if step.slot < 0 and first.slot >= 0:
-                take_step(state, first)
-                num_moves += first.num_moves
-                step = second
-        if step.slot < 0 or best_heaviest <= goal or num_moves + step.num_moves > max_moves:
+                best_slots[:] = state.slot
+                if step.slot < 0:  # nothing else helps: go on from there
+                    num_moves = moves
+                    continue
+            take_step(state, back_again)
+            take_step(state, back)
+        if step.slot < 0 or num_moves + step.num_moves > max_moves:
             break
         take_step(state, step)
         num_moves += step.num_moves
@@ -139,38 +296,31 @@ def improve(
             best_heaviest = heaviest
             best_moves = num_moves
             best_slots[:] = state.slot
+        if index < len(trail):
+            trail[index, 0] = best_moves
+            trail[index, 1] = best_heaviest
     return best_moves
-
-
-@njit(cache=True, nogil=True)
-def is_small(state: LayerState) -> bool:
-    """Whether the layer can be searched two steps deep."""
-    return len(state.slot) * len(state.weight) <= PAIR_LIMIT
 
 
 @njit(cache=True, nogil=True)
 def choose_step(
     state: LayerState, width: int, goal: int, mean: int, holding: Holding, moves_left: int
 ) -> tuple[Step, Step]:
-    """Return the step to take, and the single step that leaves the heaviest rank lightest.
+    """Return the step to take, and the affordable step that leaves the heaviest rank lightest.
 
     The heaviest rank that can be improved is served first. If overload cannot fall, a step that
     brings its rank below its present load is taken: the list of loads still gets smaller.
     """
     aside = no_step()
-    for index in range(len(state.order) - 1, 0, -1):
+    last = len(state.order) - 1
+    for index in range(last, 0, -1):
         rank = state.order[index]
         if state.rank_load[rank] <= goal:
             break
         exchange, lightest_exchange = find_exchange(state, width, rank, goal, mean, holding)
         replace, lightest, strict = find_replace(state, width, rank, goal, mean, holding)
-        if index == len(state.order) - 1:
-            for step in (lightest_exchange, lightest):
-                if step.num_moves <= moves_left and (
-                    step.heaviest < aside.heaviest
-                    or (step.heaviest == aside.heaviest and step.num_moves < aside.num_moves)
-                ):
-                    aside = step
+        if index == last:
+            aside = lighter(lightest, lightest_exchange, moves_left)
         if replace.slot >= 0 and replace.score <= exchange.score:
             return replace, aside
         if exchange.slot >= 0:
@@ -181,134 +331,59 @@ def choose_step(
 
 
 @njit(cache=True, nogil=True)
+def lighter(one: Step, other: Step, moves_left: int) -> Step:
+    """Return the affordable step with the lighter heaviest rank; with equal ones, fewer moves."""
+    if one.num_moves > moves_left:
+        one = no_step()
+    if other.num_moves > moves_left:
+        other = no_step()
+    if one.heaviest != other.heaviest:
+        return one if one.heaviest < other.heaviest else other
+    return one if one.num_moves <= other.num_moves else other
+
+
+@njit(cache=True, nogil=True)
 def find_pair(
     state: LayerState, width: int, goal: int, mean: int, holding: Holding, moves_left: int
 ) -> tuple[Step, Step]:
     """Try every step followed by the best step for the then heaviest rank; for small layers.
 
-    Returns the pair that leaves the heaviest rank lightest, if that is lighter than now.
+    Returns the affordable pair that leaves the heaviest rank lightest, if lighter than now.
     """
     num_experts = len(state.weight) - 1
-    last = len(state.order) - 1
+    num_slots = len(state.slot)
     best_first = no_step()
     best_second = no_step()
-    best = state.rank_load[state.order[last]]
-    for slot in range(len(state.slot)):
-        old = state.slot[slot]
-        if not is_live(state, slot):
+    best = state.rank_load[state.order[len(state.order) - 1]]
+    for candidate in range(num_slots * (num_experts + num_slots)):
+        slot = candidate // (num_experts + num_slots)
+        other = candidate % (num_experts + num_slots)
+        if not state.is_up[state.rank_of[slot]]:
             continue
-        for expert in range(num_experts):
-            if not can_replace(state, slot, expert):
+        if other < num_experts:
+            if not can_replace(state, slot, other):
                 continue
-            first = weigh_replace(state, slot, expert, goal, mean, holding)
-            replace_copy(state, slot, expert)
-            second = best_follower(state, width, goal, mean, holding, moves_left - first.num_moves)
-            if second.heaviest < best:
-                best = second.heaviest
-                best_first = first
-                best_second = second
-            replace_copy(state, slot, old)
-        for other_slot in range(slot + 1, len(state.slot)):
-            if state.rank_of[slot] == state.rank_of[other_slot] or not is_live(state, other_slot):
+            first = price_replace(state, holding, slot, other, 0.0, 0)
+        else:
+            other -= num_experts
+            if (
+                other <= slot
+                or state.slot[slot] == state.slot[other]
+                or state.rank_of[slot] == state.rank_of[other]
+                or not state.is_up[state.rank_of[other]]
+                or not can_exchange(state, slot, other)
+            ):
                 continue
-            if old == state.slot[other_slot] or not can_exchange(state, slot, other_slot):
-                continue
-            first = weigh_exchange(state, slot, other_slot, 0.0, 0, holding)
-            swap_copies(state, slot, other_slot)
-            second = best_follower(state, width, goal, mean, holding, moves_left - first.num_moves)
-            if second.heaviest < best:
-                best = second.heaviest
-                best_first = first
-                best_second = second
-            swap_copies(state, slot, other_slot)
+            first = price_exchange(state, holding, slot, other, 0.0, 0)
+        back = undo_of(state, first)
+        take_step(state, first)
+        rank = state.order[len(state.order) - 1]
+        _, exchange = find_exchange(state, width, rank, goal, mean, holding)
+        _, replace, _ = find_replace(state, width, rank, goal, mean, holding)
+        second = lighter(replace, exchange, moves_left - first.num_moves)
+        if second.heaviest < best:
+            best = second.heaviest
+            best_first = first
+            best_second = second
+        take_step(state, back)
     return best_first, best_second
-
-
-@njit(cache=True, nogil=True)
-def is_live(state: LayerState, slot: int) -> bool:
-    rank = state.rank_of[slot]
-    for live_rank in state.order:
-        if live_rank == rank:
-            return True
-    return False
-
-
-@njit(cache=True, nogil=True)
-def best_follower(
-    state: LayerState, width: int, goal: int, mean: int, holding: Holding, moves_left: int
-) -> Step:
-    """Return the affordable step for the heaviest rank that leaves the heaviest load least."""
-    rank = state.order[len(state.order) - 1]
-    _, exchange = find_exchange(state, width, rank, goal, mean, holding)
-    _, replace, _ = find_replace(state, width, rank, goal, mean, holding)
-    if exchange.num_moves > moves_left:
-        exchange = no_step()
-    if replace.num_moves > moves_left:
-        replace = no_step()
-    return exchange if exchange.heaviest < replace.heaviest else replace
-
-
-@njit(cache=True, nogil=True)
-def write_with(state: LayerState, step: Step, slots: NDArray[np.int32]) -> None:
-    """Write the slots as they would be after the step."""
-    slots[:] = state.slot
-    apply_to_slots(step, slots)
-
-
-@njit(cache=True, nogil=True)
-def write_with_pair(state: LayerState, first: Step, second: Step, slots: NDArray[np.int32]) -> None:
-    slots[:] = state.slot
-    apply_to_slots(first, slots)
-    apply_to_slots(second, slots)
-
-
-@njit(cache=True, nogil=True)
-def apply_to_slots(step: Step, slots: NDArray[np.int32]) -> None:
-    if step.other_slot >= 0:
-        slots[step.slot], slots[step.other_slot] = slots[step.other_slot], slots[step.slot]
-    else:
-        slots[step.slot] = step.expert
-
-
-@njit(cache=True, nogil=True)
-def set_holding(holding: Holding, slots: NDArray[np.int32], state: LayerState) -> None:
-    """Note which experts are where before anything moves."""
-    num_experts = len(state.weight) - 1
-    holding.on_rank[:] = 0
-    holding.on_node[:] = 0
-    holding.on_rank[num_experts] = 1
-    holding.on_node[num_experts] = 1
-    for slot in range(len(slots)):
-        expert = slots[slot]
-        if expert != num_experts:
-            rank = state.rank_of[slot]
-            holding.on_rank[expert, rank] = 1
-            holding.on_node[expert, state.node_of[rank]] = 1
-
-
-@njit(cache=True, nogil=True)
-def fill_spare_slots(
-    state: LayerState, width: int, holding: Holding, goal: int, mean: int, moves_left: int
-) -> int:
-    """Use empty slots of live ranks while moves are left. Returns the number of copies placed."""
-    num_experts = len(state.weight) - 1
-    num_placed = 0
-    for index in range(len(state.order)):
-        rank = state.order[index]
-        for slot in range(rank * width, (rank + 1) * width):
-            if state.slot[slot] != num_experts:
-                continue
-            best = no_step()
-            for expert in range(num_experts):
-                if not can_replace(state, slot, expert):
-                    continue
-                step = weigh_replace(state, slot, expert, goal, mean, holding)
-                if num_placed + count_change(holding, expert, num_experts, rank) > moves_left:
-                    continue
-                if best.slot < 0 or step.gain < best.gain:
-                    best = step
-            if best.slot >= 0:
-                num_placed += count_change(holding, best.expert, num_experts, rank)
-                add_copy(state, slot, best.expert)
-    sort_ranks(state)
-    return num_placed
