@@ -140,6 +140,29 @@ def test_nobody_sees_a_difference_from_output_that_is_kept_back() -> None:
     assert seen[True] == seen[False]
 
 
+def test_nothing_is_kept_back_while_somebody_watches() -> None:
+    """A router that holds requests acts on every report."""
+    stage = Stage().start()
+    stage.loop.batch.is_watched = lambda: 3 * STEP_NS < stage.loop.now_ns() < 6 * STEP_NS
+    sink = stage.generate("a", 10)
+    assert isinstance(sink, TimedSink)
+
+    stage.loop.run_until(50 * STEP_NS)
+
+    assert sink.chunk_times_ns == [number * STEP_NS for number in (1, 4, 5, 10)]
+
+
+def test_output_is_not_kept_back_without_end() -> None:
+    """With nothing else going on, it still comes out every few hundred steps."""
+    stage = Stage(idle_report_ns=None).start()
+    sink = stage.generate("a", 1_000)
+
+    stage.loop.run_until(2_000 * STEP_NS)
+
+    assert sink.num_chunks == 1 + 3 + 1
+    assert sink.token_ids == list(MODEL.stream(PROMPT, 1_000))
+
+
 def test_burst_enters_one_step_together() -> None:
     """Requests that are sent at one moment do not wait for the first one's step."""
     stage = Stage().start()

@@ -185,6 +185,20 @@ def test_youngest_is_preempted_and_emits_nothing_twice() -> None:
     assert list(bench.finish) == ["old", "young"]
 
 
+def test_preempted_request_goes_before_those_that_wait() -> None:
+    """It was admitted first, so it is also served again first."""
+    bench = make(max_step_tokens=900)
+    for name in ("old", "young"):
+        bench.add(name, 490, 200)
+    bench.step()
+    bench.add("late", 700, 2)
+
+    bench.run()
+
+    assert bench.engine.num_preemptions == 1
+    assert list(bench.finish) == ["old", "young", "late"]
+
+
 def test_reserving_the_full_length_preempts_nobody() -> None:
     """Both would fit now, but not at their full length: the second waits."""
     bench = make(max_step_tokens=900, kv_policy=KvPolicy.RESERVE)
@@ -338,6 +352,37 @@ def test_remembered_prefix_needs_no_computing() -> None:
     (attempt,) = bench.engine.take_output()
     assert attempt.num_cached_tokens == 1_024
     assert attempt.output == list(MODEL.stream((97,) * 1_100, 1))
+
+
+def test_wholly_remembered_prompt_still_computes_its_last_token() -> None:
+    """The first output token is the result of the last prompt token."""
+    bench = make(
+        kv_capacity_tokens=5_000,
+        max_model_len=2_000,
+        max_step_tokens=2_000,
+        prefix_cache_tokens=4_096,
+    )
+    bench.add("a", 1_024, 1)
+    bench.step()
+    bench.add("a", 1_024, 1)
+
+    bench.step()
+
+    assert bench.engine.last_step_tokens.tolist() == [1, 0]
+    assert bench.tokens["a"] == 2 * list(MODEL.stream((97,) * 1_024, 1))
+
+
+def test_output_that_nobody_took_goes_with_its_abort() -> None:
+    bench = make()
+    bench.add("a", 5, 30)
+    bench.add("b", 5, 30)
+    for _ in range(4):
+        bench.engine.begin_step()
+        bench.engine.complete_step()
+
+    bench.engine.abort("a")
+
+    assert [attempt.attempt_id for attempt in bench.engine.take_output()] == ["b"]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,19 @@ def test_kept_output_comes_out_before_every_visible_event() -> None:
     ]
 
 
+def test_event_that_a_flush_leads_to_runs_before_a_later_one() -> None:
+    """Output is handed out at 10, and what it leads to happens at 10, not after the event at 25."""
+    loop = SimLoop()
+    seen: list[tuple[str, int]] = []
+    loop.batch.add(lambda: loop.call_at(0, lambda: seen.append(("led to", loop.now_ns()))) and None)
+    loop.call_at(10, lambda: None, is_hidden=True)
+    loop.call_at(25, lambda: seen.append(("later", loop.now_ns())))
+
+    loop.run_until(30)
+
+    assert seen == [("led to", 10), ("later", 25)]
+
+
 def test_flush_inside_a_flush_does_nothing() -> None:
     loop = SimLoop()
     calls: list[int] = []

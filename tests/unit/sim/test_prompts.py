@@ -49,9 +49,7 @@ def with_blocks(lengths: list[int], blocks: list[list[int]]) -> Trace:
 
 def test_shared_blocks_are_shared_tokens() -> None:
     """The longest common prefix of two prompts is that of their blocks."""
-    trace = with_blocks(
-        [1_100, 1_500, 1_100, 600], [[0, 14, 15], [0, 14, 16], [0, 14, 15], [7, 14]]
-    )
+    trace = with_blocks([1_100, 1_500, 1_100, 600], [[9, 14, 2], [9, 14, 16], [9, 14, 2], [14, 9]])
     prompts = PromptMaker(trace, vocab_size=1_000, seed=0)
     first, second, repeat, other = (prompts.prompt(index) for index in range(4))
 
