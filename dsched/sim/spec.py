@@ -12,7 +12,7 @@ policies see the same requests. The step cost curve is the truth, whatever a pol
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, Protocol
 
@@ -79,7 +79,24 @@ class SpecCost:
     mixes: tuple[str, ...] = ("math", "code", "chat")
     """Kinds of request, in equal shares."""
 
+    @classmethod
+    def of_curve(cls, name: str, step_cost: StepCostCurve) -> "SpecCost":
+        """Return a deployment whose draft cost is the curve's own part that costs per request."""
+        last = int(step_cost.overhead_requests[-1]) if step_cost.overhead_requests.size else 1
+        first_ns, last_ns = step_cost.overhead(1), step_cost.overhead(last)
+        return cls(
+            name=name,
+            step_cost=step_cost,
+            draft_base_seconds=first_ns / 1e9,
+            draft_request_seconds=(last_ns - first_ns) / max(last - 1, 1) / 1e9,
+        )
+
+    def with_draft_seconds(self, seconds: float) -> "SpecCost":
+        """Return the same deployment with another draft time, whatever the batch."""
+        return replace(self, draft_base_seconds=seconds, draft_request_seconds=0.0)
+
     def draft_seconds(self, num_requests: int) -> float:
+        """Return the time to draft for a batch."""
         return self.draft_base_seconds + self.draft_request_seconds * num_requests
 
 
@@ -205,7 +222,8 @@ def draft_trace(
 class Policy(Protocol):
     """Chooses the verify lengths of one rank's steps."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def run(self, trace: DraftTrace, cost: SpecCost) -> "Throughput": ...
 
@@ -526,6 +544,74 @@ def run_contexts(
         longest.append(float(plan.lengths[is_longest].mean()))
     return ContextThroughput(
         tokens_per_s=meter.result().tokens_per_s, longest_decile_length=float(np.mean(longest))
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResult:
+    """A policy at one concurrency, mean over seeds."""
+
+    policy: str
+    num_requests: int
+    tokens_per_s: float
+    """Of one rank."""
+    spread: float
+    """Standard deviation over the seeds, same unit."""
+    mean_verify_length: float
+
+
+def compare_policies(
+    cost: SpecCost,
+    *,
+    num_requests: int,
+    num_positions: int = 5,
+    num_ranks: int = 8,
+    num_steps: int = 200,
+    num_seeds: int = 3,
+    mixes: Sequence[str] | None = None,
+) -> list[PolicyResult]:
+    """Run every policy over the same requests of `num_ranks` ranks, and average over the ranks:
+    none, fixed 1, 3, 5 (up to the draft length), asynchronous and oracle for ranks that do not
+    wait for each other; alone and group for ranks that do."""
+    single: list[Policy] = [NoDraft(), Planned(), Oracle()]
+    single[1:1] = [Fixed(length) for length in (1, 3, 5) if length <= num_positions]
+    reached: dict[str, list[Throughput]] = {}
+    for seed in range(num_seeds):
+        traces = [
+            draft_trace(
+                seed,
+                num_requests=num_requests,
+                num_steps=num_steps,
+                num_positions=num_positions,
+                mixes=mixes or cost.mixes,
+                name=f"spec-rank-{rank}",
+            )
+            for rank in range(num_ranks)
+        ]
+        for policy in single:
+            reached.setdefault(policy.name, []).append(
+                _mean([policy.run(trace, cost) for trace in traces])
+            )
+        for name, is_common in (("alone", False), ("group", True)):
+            together = run_group(traces, cost, is_common=is_common)
+            reached.setdefault(name, []).append(together)
+    return [
+        PolicyResult(
+            policy=name,
+            num_requests=num_requests,
+            tokens_per_s=float(np.mean([each.tokens_per_s for each in found])),
+            spread=float(np.std([each.tokens_per_s for each in found])),
+            mean_verify_length=float(np.mean([each.mean_verify_length for each in found])),
+        )
+        for name, found in reached.items()
+    ]
+
+
+def _mean(results: Sequence[Throughput]) -> Throughput:
+    """The same time for every rank: the mean of their rates."""
+    return Throughput(
+        tokens_per_s=float(np.mean([each.tokens_per_s for each in results])),
+        mean_verify_length=float(np.mean([each.mean_verify_length for each in results])),
     )
 
 
