@@ -391,15 +391,15 @@ class _Replay:
 
 @contextmanager
 def _no_greetings() -> Iterator[None]:
-    """Keep "engine came up" off the screen of a program that did not set up logging."""
-    is_default = not structlog.is_configured()
-    if is_default:
-        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    """Keep "engine came up" out of the log: simulated engines always do."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     try:
         yield
     finally:
-        if is_default:
-            structlog.reset_defaults()
+        structlog.reset_defaults()
+        if before is not None:
+            structlog.configure(**before)
 
 
 def _idle_rank_ns(cost: StepCost) -> float:

@@ -20,10 +20,13 @@ TR_03 = (
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
     """The command sets up logging for a whole process."""
-    config, root = structlog.get_config(), logging.getLogger()
+    root = logging.getLogger()
+    config = structlog.get_config() if structlog.is_configured() else None
     handlers, level = root.handlers[:], root.level
     yield
-    structlog.configure(**config)
+    structlog.reset_defaults()
+    if config is not None:
+        structlog.configure(**config)
     root.handlers[:] = handlers
     root.setLevel(level)
 
