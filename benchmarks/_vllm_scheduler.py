@@ -2,10 +2,11 @@
 
 Run by the other benchmarks with the Python of vLLM's environment:
 
-    python benchmarks/_vllm_scheduler.py MODEL_FOLDER CLASS R,R,... STEPS
+    python benchmarks/_vllm_scheduler.py MODEL_FOLDER R,R,... STEPS
 
-CLASS is `vllm` for vLLM's `Scheduler` or `dsched` for `DschedScheduler`. R requests decode, each
-one token a step; CPU time of this thread for `schedule` and `update_from_output`.
+vLLM's `Scheduler` and `DschedScheduler` (chunk control on) step in turn, so that both see the same
+machine. R requests decode, each one token a step; CPU time of this thread for `schedule` and
+`update_from_output`.
 """
 
 import json
@@ -103,41 +104,51 @@ def fake_output(scheduler: Scheduler, plan: SchedulerOutput) -> ModelRunnerOutpu
     )
 
 
-def measure(name: str, model: str, num_requests: int, num_steps: int) -> dict[str, Any]:
-    scheduler = make_scheduler(name, model, num_requests)
-    add_requests(scheduler, num_requests, num_steps)
-    while scheduler.waiting or any(
-        request.num_computed_tokens < request.num_prompt_tokens for request in scheduler.running
-    ):
-        plan = scheduler.schedule()
-        scheduler.update_from_output(plan, fake_output(scheduler, plan))
-    times = []
-    for _ in range(num_steps):
-        start = time.thread_time()
-        plan = scheduler.schedule()
-        scheduled = time.thread_time()
-        output = fake_output(scheduler, plan)
-        updating = time.thread_time()
-        scheduler.update_from_output(plan, output)
-        times.append((scheduled - start, time.thread_time() - updating))
-        if len(plan.num_scheduled_tokens) != num_requests:
-            raise RuntimeError(f"{len(plan.num_scheduled_tokens)} of {num_requests} ran")
-    totals = [schedule + update for schedule, update in times]
+def timed_step(scheduler: Scheduler, num_requests: int) -> float:
+    """Microseconds of one step."""
+    start = time.thread_time()
+    plan = scheduler.schedule()
+    scheduled = time.thread_time()
+    output = fake_output(scheduler, plan)
+    updating = time.thread_time()
+    scheduler.update_from_output(plan, output)
+    end = time.thread_time()
+    if len(plan.num_scheduled_tokens) != num_requests:
+        raise RuntimeError(f"{len(plan.num_scheduled_tokens)} of {num_requests} ran")
+    return (scheduled - start + end - updating) * 1e6
+
+
+def measure(model: str, num_requests: int, num_steps: int) -> dict[str, Any]:
+    """Both schedulers with `num_requests` decodes."""
+    schedulers = []
+    for name in ("vllm", "dsched"):
+        scheduler = make_scheduler(name, model, num_requests)
+        add_requests(scheduler, num_requests, num_steps)
+        while scheduler.waiting or any(
+            request.num_computed_tokens < request.num_prompt_tokens for request in scheduler.running
+        ):
+            plan = scheduler.schedule()
+            scheduler.update_from_output(plan, fake_output(scheduler, plan))
+        schedulers.append(scheduler)
+    if getattr(schedulers[1], "_dsched_chunks", None) is None:
+        raise RuntimeError("chunk control is off")
+    pairs = [
+        [timed_step(scheduler, num_requests) for scheduler in schedulers] for _ in range(num_steps)
+    ]
     return {
-        "class": name,
         "requests": num_requests,
-        "schedule_us": statistics.median(schedule for schedule, _ in times) * 1e6,
-        "update_us": statistics.median(update for _, update in times) * 1e6,
-        "p50_us": statistics.median(totals) * 1e6,
-        "min_us": min(totals) * 1e6,
+        "vllm_p50_us": statistics.median(vllm for vllm, _ in pairs),
+        "dsched_p50_us": statistics.median(dsched for _, dsched in pairs),
+        "added_p50_us": statistics.median(dsched - vllm for vllm, dsched in pairs),
+        "added_us": sorted(dsched - vllm for vllm, dsched in pairs),
     }
 
 
 def main() -> None:
-    model, name, sizes, num_steps = sys.argv[1:5]
+    model, sizes, num_steps = sys.argv[1:4]
     init_none_hash(sha256)
     for size in sizes.split(","):
-        print(json.dumps(measure(name, model, int(size), int(num_steps))), flush=True)
+        print(json.dumps(measure(model, int(size), int(num_steps))), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,12 @@ ends and another comes. vLLM's `schedule` and `update_from_output` do the same f
 more (prefix hashing, outputs), in Python objects. CPU time of the thread, so that a busy machine
 counts less.
 
+`vllm_mixin_us_per_request` is what `DschedScheduler` with chunk control adds to vLLM's step: both
+step in turn in one process.
+
 `overlap_idle_pct` is simulated: the share of time that a device with steps of 5 to 100 ms waits for
-a CPU whose plans take what was measured here, tail included, planned ahead or after each step.
+a CPU that needs our measured plan times, tail included, and 3 ms for the rest of the engine (vLLM's
+scheduler at some 200 requests), planned ahead or after each step.
 
     python benchmarks/step_planner.py [--quick] [--json FILE] [--vllm-python FILE]
 
@@ -23,6 +27,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from _report import Row, arguments, half_quartile_range, report
@@ -37,6 +42,7 @@ ROOT = Path(__file__).parents[1]
 TARGETS = {64: 25.0, 256: 50.0, 1_024: 120.0, 4_096: 500.0}
 PROMPTS = (300, 5_000, 40_000, 120_000)
 DEVICE_STEPS_MS = (5, 10, 20, 50, 100)
+REST_OF_ENGINE_NS = 3e6
 
 
 def models(scale: float = 1.0) -> tuple[PrefillCostModel, DecodeCostModel]:
@@ -97,7 +103,7 @@ def plan_times_us(num_running: int, num_steps: int) -> list[float]:
     return times
 
 
-def vllm_times(python: Path | None, class_name: str, num_steps: int) -> dict[int, dict[str, float]]:
+def vllm_times(python: Path | None, num_steps: int) -> dict[int, dict[str, Any]]:
     """What vLLM's environment measures, by batch size; empty without one."""
     if python is None or not python.exists():
         return {}
@@ -112,7 +118,7 @@ def vllm_times(python: Path | None, class_name: str, num_steps: int) -> dict[int
         subprocess.run(make, check=True, env=environment, stdout=subprocess.DEVNULL)
         command = [
             str(python), str(ROOT / "benchmarks" / "_vllm_scheduler.py"),
-            folder + "/tiny", class_name, sizes, str(num_steps),
+            folder + "/tiny", sizes, str(num_steps),
         ]  # fmt: skip
         result = subprocess.run(
             command, check=False, env=environment, capture_output=True, text=True
@@ -126,14 +132,13 @@ def vllm_times(python: Path | None, class_name: str, num_steps: int) -> dict[int
 def speed_rows(*, python: Path | None, is_quick: bool) -> list[Row]:
     num_steps, num_repeats = (200, 5) if is_quick else (1_000, 9)
     peer_steps = 12 if is_quick else 60
-    vllm = vllm_times(python, "vllm", peer_steps)
-    mixed = vllm_times(python, "dsched", peer_steps)
+    vllm = vllm_times(python, peer_steps)
     rows = []
     for size, target in TARGETS.items():
         repeats = [plan_times_us(size, num_steps) for _ in range(num_repeats)]
         medians = [float(np.median(times)) for times in repeats]
         tails = [float(np.percentile(times, 99)) for times in repeats]
-        peers = {"vllm": vllm[size]["p50_us"]} if vllm else {}
+        peers = {"vllm": vllm[size]["vllm_p50_us"]} if vllm else {}
         rows.append(
             Row(
                 metric="full_plan_p50_us",
@@ -154,15 +159,16 @@ def speed_rows(*, python: Path | None, is_quick: bool) -> list[Row]:
                 better="lower",
             )
         )
-        if mixed and vllm:
+        if vllm:
             rows.append(
                 Row(
                     metric="vllm_mixin_us_per_request",
                     case=f"R={size}",
-                    ours=(mixed[size]["p50_us"] - vllm[size]["p50_us"]) / size,
+                    ours=vllm[size]["added_p50_us"] / size,
+                    spread=half_quartile_range([each / size for each in vllm[size]["added_us"]]),
                     better="lower",
                     target=1.0,
-                    peers={"vllm itself": vllm[size]["p50_us"] / size},
+                    peers={"vllm itself": vllm[size]["vllm_p50_us"] / size},
                 )
             )
     return rows
@@ -170,7 +176,7 @@ def speed_rows(*, python: Path | None, is_quick: bool) -> list[Row]:
 
 def overlap_rows(*, num_requests: int) -> list[Row]:
     """Idle share of a simulated device, with plan times drawn from the measured ones."""
-    measured_ns = np.array(plan_times_us(256, 400)) * 1e3
+    cpu_ns = np.array(plan_times_us(256, 400)) * 1e3 + REST_OF_ENGINE_NS
     rows = []
     for step_ms in DEVICE_STEPS_MS:
         shares = []
@@ -197,7 +203,7 @@ def overlap_rows(*, num_requests: int) -> list[Row]:
                 device,
                 rng=stream(3, "noise"),
                 budget_seconds=0.2,
-                plan_cpu_ns=lambda _, draws=draws: int(draws.choice(measured_ns)),
+                plan_cpu_ns=lambda _, draws=draws: int(draws.choice(cpu_ns)),
                 is_overlapped=is_overlapped,
             )
             shares.append(100 * result.idle_share)

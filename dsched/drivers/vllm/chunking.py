@@ -1,10 +1,11 @@
 """Chunk sizes by time inside vLLM: `StepPlanner` decides, vLLM keeps all its books.
 
-Before each `schedule()` the planner takes over which requests run and how far they are, and plans
-the step. vLLM then asks `_reserve_prefill_lookahead` how many prompt tokens it may give to each
-request, and gets the planned chunk; requests whose turn it is not get none. Waiting requests that
-have a chunk are moved to the head of the queue, because vLLM stops at the first that gets nothing.
-Decodes are not touched. After the step its time teaches the cost models.
+Before each `schedule()` the planner plans the step from its own prediction, or, where a step ran
+otherwise than planned, takes over anew which requests run and how far they are. vLLM then asks
+`_reserve_prefill_lookahead` how many prompt tokens it may give to each request, and gets the
+planned chunk; requests whose turn it is not get none. Waiting requests that have a chunk are moved
+to the head of the queue, because vLLM stops at the first that gets nothing. Decodes are not
+touched. After the step its time teaches the cost models.
 
 With asynchronous scheduling `schedule()` runs while the device computes the step before, so the
 plan costs the device nothing; without, it adds the planner's microseconds to a step.
@@ -16,14 +17,13 @@ planner that is slow again and again (`num_fallbacks`). An exception switches ch
 leaves vLLM's own rule.
 
 Hooks of vLLM 0.32 (`vllm/v1/core/sched/scheduler.py`): `schedule`, `_reserve_prefill_lookahead`,
-`update_from_output`, `add_request`, `_free_request`, `running`, `waiting`. Only for the first-come
-policy: with priorities the order of the queue is vLLM's.
+`update_from_output`, `add_request`, `_free_request`, `_preempt_request`, `running`, `waiting`.
+Only for the first-come policy: with priorities the order of the queue is vLLM's.
 """
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -46,12 +46,14 @@ MAX_LATE_IN_A_ROW: Final = 16
 """Late plans before vLLM decides for a while: this machine has no time for us."""
 PAUSE_STEPS: Final = 1_000
 """Steps for which vLLM decides after late plans."""
+SYNC_STEPS: Final = 64
+"""Plans after which vLLM's state is read anew although every step ran as planned. Below: half a
+microsecond a request in more steps. Above: an oversight of ours lives longer."""
 MAX_STEPS_IN_FLIGHT: Final = 64
 NS_PER_MS: Final = 1e6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flight:
+class _Flight(NamedTuple):
     """A planned step between `schedule` and `update_from_output`."""
 
     plan: StepPlan | None
@@ -78,13 +80,19 @@ class ChunkControl:
         self._clock = clock
         self._slot_of: dict[str, int] = {}
         self._chunk_of: dict[str, int] = {}
-        self._running_slots: list[int] = []
         self._plan: StepPlan | None = None
         self._is_ours = False
+        self._is_in_step = False
+        """The planner's predicted state is vLLM's, so it need not be read again."""
         self._flights: deque[_Flight] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
         self._last_end_ns = 0
         self._late_in_a_row = 0
         self._pause_steps = 0
+
+    @property
+    def is_deciding(self) -> bool:
+        """Whether the step that is being scheduled has planned chunks."""
+        return self._is_ours and bool(self._chunk_of)
 
     @property
     def chunks(self) -> Mapping[str, int]:
@@ -107,6 +115,10 @@ class ChunkControl:
         if self._slot_of.pop(request.request_id, None) is not None:
             self.planner.finish(RequestId(request.request_id))
 
+    def lose_step(self) -> None:
+        """vLLM changed a request between steps; its state is read anew."""
+        self._is_in_step = False
+
     def before_schedule(self, scheduler: Any) -> None:
         """Plan the step that vLLM is about to schedule. O(R)."""
         self._chunk_of.clear()
@@ -118,18 +130,25 @@ class ChunkControl:
                 self.num_fallbacks += 1
             return
         start_ns = self._clock.now_ns()
-        self._sync(scheduler.running)
-        self._plan = plan = self.planner.plan()
+        if not self._is_in_step or self.num_plans % SYNC_STEPS == 0:
+            self._sync(scheduler.running)
         planner = self.planner
-        first = plan.num_decodes
-        for slot, chunk in zip(
-            plan.slots[first:].tolist(), plan.num_tokens[first:].tolist(), strict=True
-        ):
-            self._chunk_of[planner.request_id(slot)] = chunk
-        if self._chunk_of:
-            self._move_to_front(scheduler)
+        self._plan = plan = planner.plan()
+        if plan.slots.size > plan.num_decodes:
+            self._take_chunks(scheduler, plan)
         self.num_plans += 1
         self._watch_time(self._clock.now_ns() - start_ns)
+
+    def _take_chunks(self, scheduler: Any, plan: StepPlan) -> None:
+        first = plan.num_decodes
+        slots, chunks = plan.slots[first:].tolist(), plan.num_tokens[first:].tolist()
+        names = [self.planner.request_id(slot) for slot in slots]
+        self._chunk_of.update(zip(names, chunks, strict=True))
+        # Who has computed nothing waits, as far as the planner knows.
+        pasts = self.planner.past_tokens(plan)[first:].tolist()
+        waiting = [name for name, past in zip(names, pasts, strict=True) if past == 0]
+        if waiting:
+            move_to_front(scheduler.waiting, [scheduler.requests[name] for name in waiting])
 
     def chunk(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Return the tokens that a request may get of the `num_new_tokens` that vLLM would give."""
@@ -146,21 +165,26 @@ class ChunkControl:
 
     def after_schedule(self, output: Any) -> None:
         """Compare what vLLM scheduled with the plan."""
-        scheduled = output.num_scheduled_tokens
-        plan = self._plan
+        scheduled, plan = output.num_scheduled_tokens, self._plan
+        drafts = output.scheduled_spec_decode_tokens
+        is_exact = False
         if plan is not None:
             differed = sum(
-                scheduled.get(request_id, 0) != chunk
-                for request_id, chunk in self._chunk_of.items()
+                scheduled.get(name, 0) != chunk for name, chunk in self._chunk_of.items()
             )
             self.num_differed += differed
-            total = int(plan.num_tokens.sum())
+            total = plan.num_decodes + sum(self._chunk_of.values())
+            if drafts:
+                total += sum(map(len, drafts.values()))
+            is_exact = not differed and output.total_num_scheduled_tokens == total
             if total and not scheduled:
                 # Nothing ran: let vLLM try before anything is planned again.
                 self._pause_steps = 1
-            if differed or output.total_num_scheduled_tokens != total:
-                plan = None
-        self._flights.append(_Flight(plan=plan, start_ns=self._clock.now_ns()))
+        # Draft tokens may be accepted or not, so with them the state is read anew.
+        self._is_in_step = is_exact and not drafts
+        self._flights.append(
+            _Flight(plan=plan if is_exact else None, start_ns=self._clock.now_ns())
+        )
 
     def after_step(self) -> None:
         """Learn from a step that has ended."""
@@ -178,32 +202,18 @@ class ChunkControl:
         requests = running
         if any(request.request_id not in slot_of for request in running):
             requests = [request for request in running if request.request_id in slot_of]
-        # Three flat lists: numpy takes them several times faster than rows.
-        self._running_slots = [slot_of[request.request_id] for request in requests]
+        # Flat lists: numpy takes them several times faster than rows.
+        slots = np.array([slot_of[request.request_id] for request in requests], dtype=np.int64)
         self.planner.sync(
-            np.array(self._running_slots, dtype=np.int64),
+            slots,
             np.array([request.num_computed_tokens for request in requests], dtype=np.int64),
             np.array(
                 [request.num_tokens + request.num_output_placeholders for request in requests],
                 dtype=np.int64,
             ),
         )
-
-    def _move_to_front(self, scheduler: Any) -> None:
-        """Let the waiting requests that have a chunk be the first of the queue, in plan order."""
-        waiting = scheduler.waiting
-        running_slots = set(self._running_slots)
-        planned = [
-            scheduler.requests[request_id]
-            for request_id in self._chunk_of
-            if self._slot_of[request_id] not in running_slots
-        ]
-        if all(request is other for request, other in zip(planned, waiting, strict=False)):
-            return
-        for request in reversed(planned):
-            if request in waiting:
-                waiting.remove_request(request)
-                waiting.prepend_request(request)
+        drafts = [len(request.spec_token_ids) for request in requests]
+        self.planner.set_verify_lengths(slots, np.array(drafts, dtype=np.int64))
 
     def _watch_time(self, plan_ns: int) -> None:
         if plan_ns <= SLOW_PLAN_NS:
@@ -215,6 +225,16 @@ class ChunkControl:
             self._late_in_a_row = 0
             self._pause_steps = PAUSE_STEPS
             log.warning("chunks.paused reason='late plans' steps=%d", PAUSE_STEPS)
+
+
+def move_to_front(queue: Any, requests: Sequence[Any]) -> None:
+    """Let `requests` be the first of vLLM's waiting queue, in their order; others keep theirs."""
+    if all(request is other for request, other in zip(requests, queue, strict=False)):
+        return
+    for request in reversed(requests):
+        if request in queue:
+            queue.remove_request(request)
+            queue.prepend_request(request)
 
 
 class ChunkingMixin(SchedulerMixin):
@@ -241,6 +261,7 @@ class ChunkingMixin(SchedulerMixin):
             self._dsched_chunks.before_schedule(self)
         except Exception as error:  # the door: a step must not fail through us
             self._dsched_switch_off(CHUNK_BUDGET, error)
+        self._dsched_place_hook()
         output = super().schedule(*args, **kwargs)
         if self._dsched_chunks is not None:
             try:
@@ -249,11 +270,20 @@ class ChunkingMixin(SchedulerMixin):
                 self._dsched_switch_off(CHUNK_BUDGET, error)
         return output
 
+    def _dsched_place_hook(self) -> None:
+        """Let vLLM call its own method in steps without chunks: most steps, and the call is made
+        for every running request."""
+        if self._dsched_chunks is not None and self._dsched_chunks.is_deciding:
+            vars(self).pop("_reserve_prefill_lookahead", None)
+        elif "_reserve_prefill_lookahead" not in vars(self):
+            own: Any = super()
+            vars(self)["_reserve_prefill_lookahead"] = own._reserve_prefill_lookahead
+
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         """vLLM's own, on the planned chunk."""
-        if self._dsched_chunks is not None:
+        if num_new_tokens > 1 and self._dsched_chunks is not None:
             try:
                 num_new_tokens = self._dsched_chunks.chunk(
                     request, num_computed_tokens, num_new_tokens
@@ -292,6 +322,12 @@ class ChunkingMixin(SchedulerMixin):
             except Exception as error:  # the door
                 self._dsched_switch_off(CHUNK_BUDGET, error)
         return super()._free_request(request, *args, **kwargs)
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own; the next plan starts from what is left."""
+        if self._dsched_chunks is not None:
+            self._dsched_chunks.lose_step()
+        return super()._preempt_request(*args, **kwargs)  # type: ignore[misc]
 
     def _dsched_switch_off(self, feature: str, error: Exception) -> None:
         if feature == CHUNK_BUDGET:

@@ -21,6 +21,7 @@ class FakeRequest(SimpleNamespace):
             num_tokens=num_prompt_tokens,
             num_computed_tokens=0,
             num_output_placeholders=0,
+            spec_token_ids=[],
             max_tokens=max_tokens,
         )
 
@@ -82,11 +83,17 @@ class FakeScheduler:
         for request_id, count in scheduled.items():
             self.requests[request_id].num_computed_tokens += count
         return SimpleNamespace(
-            num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values())
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_spec_decode_tokens={},
         )
 
     def _reserve_prefill_lookahead(self, request: FakeRequest, computed: int, count: int) -> int:
         return count
+
+    def _preempt_request(self, request: FakeRequest) -> None:
+        request.num_computed_tokens = 0
+        self.waiting.appendleft(request)
 
     def update_from_output(self, output: SimpleNamespace) -> None:
         for request_id in output.num_scheduled_tokens:
@@ -247,8 +254,7 @@ def test_preempted_request_starts_again() -> None:
     scheduler.add_request(request)
     step(scheduler)
     scheduler.running.remove(request)
-    request.num_computed_tokens = 0
-    scheduler.waiting.appendleft(request)
+    scheduler._preempt_request(request)
 
     assert step(scheduler) == {"a": 960}
     assert step(scheduler) == {"a": 540}
