@@ -103,7 +103,7 @@ class _Listener:
         if not self.up.done():
             self.up.set_result(description)
 
-    def on_engine_down(self, engine_id: EngineId, reason: str) -> None:
+    def on_engine_down(self, engine_id: EngineId, reason: str, evidence: object = None) -> None:
         pass
 
     def on_report(self, report: RankReport) -> None:

@@ -38,7 +38,7 @@ def front_door_samples(stats: FrontDoorStats) -> Iterator[Sample]:
 def controller_samples(controller: Controller) -> Iterator[Sample]:
     """Routing, engines and ranks."""
     yield Sample(name="dsched_admission_queue_depth", value=controller.num_waiting_requests)
-    yield Sample(name="dsched_membership_epoch", value=controller.cluster.epoch)
+    yield Sample(name="dsched_membership_epoch", value=controller.membership.epoch)
     for method, count in controller.num_recoveries.items():
         yield Sample(name="dsched_handoff_total", value=count, labels=(method.value,))
     for reason, count in controller.num_reports().items():

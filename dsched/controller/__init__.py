@@ -1,6 +1,5 @@
 """The control plane: drain events, apply them, plan once, check, hand out."""
 
-from dsched.controller.cluster import EngineSpec, PoolSpec
 from dsched.controller.controller import (
     Controller,
     ControllerObserver,
@@ -11,6 +10,7 @@ from dsched.controller.controller import (
     TickHost,
 )
 from dsched.controller.host import LoopTickHost
+from dsched.faults import EngineSpec, PoolSpec
 
 __all__ = [
     "Controller",

@@ -23,7 +23,7 @@ import structlog
 from sortedcontainers import SortedList
 
 from dsched.clock import Clock
-from dsched.controller.cluster import Cluster, EngineRecord, PoolSpec
+from dsched.controller import refusals
 from dsched.controller.events import (
     AttemptLost,
     DrainAsked,
@@ -31,8 +31,10 @@ from dsched.controller.events import (
     EngineProgressed,
     EngineWentDown,
     Event,
+    RankLost,
     RequestArrived,
 )
+from dsched.controller.handoffs import Handoffs
 from dsched.controller.request import (
     InferenceRequest,
     ModelInfo,
@@ -41,27 +43,37 @@ from dsched.controller.request import (
     RequestStream,
 )
 from dsched.controller.run import Attempt, Phase, RequestRun
+from dsched.controller.spare import UNKNOWN_CAPACITY, PoolLoad, SpareGate, pool_load
 from dsched.drivers.base import AttemptFinish, Driver, EngineDescription, FinishReason
 from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams
 from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableError, InvariantError
-from dsched.faults import RecoveryMethod, TokenJournal, plan_recovery
+from dsched.faults import (
+    Membership,
+    MembershipView,
+    PoolSpec,
+    RecoveryMethod,
+    ResumeKind,
+    ResumePlan,
+    SparePlan,
+    TokenJournal,
+    plan_recovery,
+    plan_resume,
+)
+from dsched.faults.membership import EngineMember
 from dsched.faults.progress import ProgressLimits, ProgressWatch
+from dsched.faults.spare import SpareMode
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RankId, RequestId
 from dsched.routing import (
     DecodeRouter,
-    RankState,
     ReportOutcome,
     RoutingDecision,
     RoutingReason,
     RoutingRequest,
 )
+from dsched.states import Evidence, RankState
 
 log = structlog.get_logger(__name__)
 
-UNKNOWN_CAPACITY = 1 << 40
-"""Room of a rank whose engine does not say: never the reason to hold a request."""
-RETRY_AFTER_S = 1
-"""What a refused client is told to wait; engines come back or get room within seconds."""
 ENGINE_BUSY_STATUSES = (429, 503, 529)
 """Answers of an engine that is alive and has no room: another rank may have."""
 
@@ -99,6 +111,11 @@ class ControllerSettings:
     """Number of this process among the dsched processes over the same engines."""
     progress: ProgressLimits | None = None
     """How long what may stand still before it counts as frozen; `None` does not look."""
+    reprefill_tokens_per_rank: int | None = None
+    """Prompt tokens of lost requests computed again at once, for each rank that is up; `None`: no
+    ration. See `dsched.faults.ration`."""
+    spare: SpareMode = "none"
+    """`n-1` keeps room for the loss of a pool's largest EP group. See `dsched.faults.spare`."""
     is_validating: bool = False
     """Check every invariant after each tick."""
 
@@ -145,11 +162,19 @@ class ControllerObserver(Protocol):
         """A request that had lost its engine got its next token."""
         ...
 
+    def on_membership_changed(self, view: MembershipView) -> None:
+        """Engines or ranks came, went or changed their state; called in the tick that did it,
+        after routing knows. `dsched.controller.placement` turns it into expert placements."""
+        ...
+
 
 class NullObserver:
     """Hears nothing."""
 
     def on_handoff(self, method: str, gap: HandoffGap) -> None:
+        pass
+
+    def on_membership_changed(self, view: MembershipView) -> None:
         pass
 
 
@@ -171,6 +196,7 @@ class RankStatus:
     """One DP rank, for people, metrics and the registry."""
 
     dp_rank: DpRank
+    state: RankState
     num_running: int
     """Requests that dsched and others have on it."""
     num_waiting: int
@@ -203,17 +229,27 @@ class Controller:
         self.settings = settings or ControllerSettings()
         self._observer = observer or NullObserver()
         self._watch = ProgressWatch(self.settings.progress) if self.settings.progress else None
-        self.cluster = Cluster.from_pools(pools)
+        self.membership = Membership(pools)
         self._drivers = dict(drivers)
-        missing = sorted(set(self.cluster.engines) ^ set(self._drivers))
+        missing = sorted(set(self.membership.engines) ^ set(self._drivers))
         if missing:
             raise ValueError(f"engines and drivers do not match: {', '.join(missing)}")
         self._journal = journal
         self._clock = clock
         self._host = host
         self._attempt_ids = attempt_ids
-        self._routers = {name: self._make_router() for name in self.cluster.pools}
-        self._pool_of_model = {pool.model: name for name, pool in self.cluster.pools.items()}
+        self._routers = {name: self._make_router() for name in self.membership.pools}
+        self._handoffs = {
+            name: Handoffs(tokens_per_rank=self.settings.reprefill_tokens_per_rank)
+            for name in self.membership.pools
+        }
+        self._gates = {
+            name: SpareGate(name, mode=self.settings.spare) for name in self.membership.pools
+        }
+        self._drain_deadlines: dict[EngineId, int] = {}
+        """When what still runs on a drained engine is handed over."""
+        self._told_epoch = self.membership.epoch
+        self._pool_of_model = {pool.model: name for name, pool in self.membership.pools.items()}
         self._events: list[Event] = []
         self._runs: dict[RequestId, RequestRun] = {}
         self._waiting: dict[RequestId, RequestRun] = {}
@@ -254,7 +290,7 @@ class Controller:
         """End every request with an error, release drivers and journal. Engines live on."""
         self._is_closed = True
         for run in list(self._runs.values()):
-            self._end_with_error(run, _error_stopping())
+            self._end_with_error(run, refusals.stopping())
         for _, driver in sorted(self._drivers.items()):
             driver.close()
         self._journal.close()
@@ -288,10 +324,10 @@ class Controller:
         """`None` while at least one pool can serve."""
         if self._is_closed:
             return "dsched is stopping"
-        if not self.cluster.pools:
+        if not self.membership.pools:
             return "no pool is configured"
         reasons = []
-        for pool in sorted(self.cluster.pools):
+        for pool in sorted(self.membership.pools):
             if self._can_serve(pool):
                 return None
             reasons.append(f"pool {pool!r} has no engine up")
@@ -300,15 +336,15 @@ class Controller:
     def _can_serve(self, pool: str) -> bool:
         return any(
             record.state in (RankState.UP, RankState.SUSPECT)
-            for record in self.cluster.engines.values()
+            for record in self.membership.engines.values()
             if record.pool == pool
         )
 
     def _model_info(self, pool_name: str) -> ModelInfo:
-        pool = self.cluster.pools[pool_name]
+        pool = self.membership.pools[pool_name]
         known = [
             record.description
-            for record in self.cluster.engines.values()
+            for record in self.membership.engines.values()
             if record.pool == pool_name
             and record.description is not None
             and record.description.model == record.spec.model
@@ -322,7 +358,7 @@ class Controller:
             max_model_len=min(limits) if limits else None,
             vocab_size=min(sizes) if sizes else None,
             is_available=self._can_serve(pool_name),
-            capabilities=self.cluster.capabilities(pool_name),
+            capabilities=self.membership.capabilities(pool_name),
         )
 
     # ---- EngineListener: what drivers say
@@ -330,12 +366,24 @@ class Controller:
     def on_engine_up(self, description: EngineDescription) -> None:
         self._push(EngineCameUp(description=description))
 
-    def on_engine_down(self, engine_id: EngineId, reason: str) -> None:
-        self._push(EngineWentDown(engine_id=engine_id, reason=reason))
+    def on_engine_down(
+        self, engine_id: EngineId, reason: str, evidence: Evidence = Evidence.SOCKET
+    ) -> None:
+        self._push(EngineWentDown(engine_id=engine_id, reason=reason, evidence=evidence))
+
+    def on_rank_lost(self, rank_id: RankId, reason: str) -> None:
+        """One DP rank is gone while its engine answers (see `dsched.drivers.recovery`).
+
+        Raises `ValueError` for a rank that is not there.
+        """
+        record = self.membership.engines.get(rank_id.engine_id)
+        if record is None or rank_id not in list(record.rank_ids()):
+            raise ValueError(f"there is no rank {rank_id}")
+        self._push(RankLost(rank_id=rank_id, reason=reason))
 
     def on_report(self, report: RankReport) -> None:
         """Correct the ledger at once: a report decides nothing by itself."""
-        record = self.cluster.engines.get(EngineId(report.engine_id))
+        record = self.membership.engines.get(EngineId(report.engine_id))
         if record is None:
             self.num_unknown_reports += 1
             return
@@ -350,7 +398,7 @@ class Controller:
             if router.num_held:
                 self._host.request_tick()
 
-    def _note_step(self, record: EngineRecord) -> None:
+    def _note_step(self, record: EngineMember) -> None:
         if self._watch is not None:
             self._watch.note_step(record.spec.engine_id, self._clock.now_ns())
         if record.state is RankState.SUSPECT:
@@ -358,11 +406,38 @@ class Controller:
 
     # ---- what operators ask
 
-    def drain(self, engine_id: EngineId, *, is_draining: bool = True) -> None:
-        """Give an engine nothing new (or again). Raises `ValueError` for an unknown engine."""
-        if engine_id not in self.cluster.engines:
+    def drain(
+        self,
+        engine_id: EngineId,
+        *,
+        is_draining: bool = True,
+        deadline_ns: int | None = None,
+    ) -> None:
+        """Give an engine nothing new (or again).
+
+        What runs there finishes; what still runs `deadline_ns` from now is handed to other engines,
+        as far as it can be continued and one is up. `None`: it may take as long as it takes.
+
+        Raises:
+            ValueError: there is no such engine, or the deadline is negative.
+        """
+        if engine_id not in self.membership.engines:
             raise ValueError(f"no engine is called {engine_id!r}")
-        self._push(DrainAsked(engine_id=engine_id, is_draining=is_draining))
+        if deadline_ns is not None and deadline_ns < 0:
+            raise ValueError(f"deadline_ns is {deadline_ns}; it must not be negative")
+        due_ns = None if deadline_ns is None else self._clock.now_ns() + deadline_ns
+        self._push(DrainAsked(engine_id=engine_id, is_draining=is_draining, deadline_ns=due_ns))
+
+    def num_requests_on(self, engine_id: EngineId) -> int:
+        """Requests of this dsched that an engine computes now."""
+        return len(self._runs_on(engine_id))
+
+    def capacities(self) -> dict[str, tuple[PoolLoad, SparePlan]]:
+        """What runs in each pool, and what may run so that its largest group can be lost."""
+        return {
+            name: (pool_load(self._routers[name]), self._gates[name].plan)
+            for name in sorted(self._routers)
+        }
 
     @property
     def num_open_requests(self) -> int:
@@ -377,7 +452,7 @@ class Controller:
         now_ns = self._clock.now_ns()
         return tuple(
             self._engine_status(record, now_ns)
-            for _, record in sorted(self.cluster.engines.items())
+            for _, record in sorted(self.membership.engines.items())
         )
 
     def num_reports(self) -> dict[str, int]:
@@ -389,7 +464,7 @@ class Controller:
         total["unknown_engine"] = self.num_unknown_reports
         return total
 
-    def _engine_status(self, record: EngineRecord, now_ns: int) -> EngineStatus:
+    def _engine_status(self, record: EngineMember, now_ns: int) -> EngineStatus:
         description = record.description
         return EngineStatus(
             engine_id=record.spec.engine_id,
@@ -403,7 +478,7 @@ class Controller:
             ),
         )
 
-    def _rank_status(self, record: EngineRecord, rank_id: RankId, now_ns: int) -> RankStatus:
+    def _rank_status(self, record: EngineMember, rank_id: RankId, now_ns: int) -> RankStatus:
         router = self._routers[record.pool]
         rank = router.index_of(rank_id)
         report = self._last_reports.get(rank_id)
@@ -419,6 +494,7 @@ class Controller:
             age_ns = router.report_age_ns(rank, now_ns)
         return RankStatus(
             dp_rank=rank_id.dp_rank,
+            state=record.rank_state(rank_id.dp_rank),
             num_running=num_running,
             num_waiting=report.num_waiting if report else 0,
             num_kv_tokens=num_kv_tokens,
@@ -437,7 +513,9 @@ class Controller:
         events, self._events = self._events, []
         for event in events:
             self._apply(event)
+        self._hand_over_drained(now_ns)
         self._end_overdue(now_ns)
+        self._tell_membership()
         for dispatch in self._plan(now_ns):
             self._hand_out(dispatch)
         self._set_timer()
@@ -454,19 +532,65 @@ class Controller:
         plan = self._watch.sweep(now_ns, lambda key: self._running[key].num_attempt_tokens)  # type: ignore[index]
         for stalled in plan.engines:
             reason = f"no progress for {stalled.silent_ns / 1e9:.1f} s"
-            self._sync_ranks(self.cluster.apply_suspect(stalled.engine_id, reason))
+            self.membership.apply_suspect(stalled.engine_id, reason)
+            self._sync_group(stalled.engine_id)
             log.warning(
                 "engine.suspected",
                 engine_id=stalled.engine_id,
                 silent_ms=stalled.silent_ns // 1_000_000,
                 limit_ms=stalled.limit_ns // 1_000_000,
-                epoch=self.cluster.epoch,
+                epoch=self.membership.epoch,
             )
-            for run in self._runs_on(stalled.engine_id):
-                self._lose_attempt(run, reason=f"engine {stalled.engine_id}: {reason}")
+            self._lose_group(stalled.engine_id, f"engine {stalled.engine_id}: {reason}")
         for key in plan.attempts:
             limit_s = self._watch.limits.stream_timeout_ns / 1e9
-            self._lose_attempt(self._running[key], reason=f"no token for {limit_s:.0f} s")  # type: ignore[index]
+            run = self._running.get(key)  # type: ignore[call-overload]
+            if run is not None:
+                self._lose_attempt(run, reason=f"no token for {limit_s:.0f} s")
+
+    def _lose_group(self, engine_id: EngineId, reason: str, *, rank: int | None = None) -> None:
+        """Take away what runs on an engine and its group's others, or on one rank of it."""
+        for member in self.membership.group_of(engine_id):
+            for run in self._runs_on(member.spec.engine_id):
+                if rank is None or (run.attempt is not None and run.attempt.rank == rank):
+                    self._lose_attempt(run, reason=reason)
+
+    def _hand_over_drained(self, now_ns: int) -> None:
+        """Move what still runs on drained engines whose deadline has passed."""
+        for engine_id, due_ns in sorted(self._drain_deadlines.items()):
+            if due_ns > now_ns:
+                continue
+            record = self.membership.engines[engine_id]
+            runs = self._runs_on(engine_id)
+            if not runs:
+                if record.state is RankState.DOWN:
+                    del self._drain_deadlines[engine_id]
+                continue
+            if not self.membership.up_engines(record.pool):
+                continue  # nowhere to go: finishing here is better than an error
+            for run in runs:
+                plan = plan_recovery(run.request.sampling, num_output_tokens=run.num_output_tokens)
+                if plan.method not in (RecoveryMethod.REFUSE, RecoveryMethod.FINISH):
+                    self._abort_attempt(run)
+                    self._move_attempt(run)
+
+    def _move_attempt(self, run: RequestRun) -> None:
+        """Take a request away from an engine that works, to go on elsewhere in this tick."""
+        if run.attempt is None:
+            raise InvariantError(f"request {run.request.request_id} moves without an attempt")
+        event = self._part_from_attempt(
+            run, reason="its engine is drained", is_engine_lost=False, is_moved=True
+        )
+        self._apply_attempt_lost(event)
+
+    def _tell_membership(self) -> None:
+        """Let gates and the observer know of a change in the tick that made it."""
+        if self.membership.epoch == self._told_epoch:
+            return
+        self._told_epoch = self.membership.epoch
+        for gate in self._gates.values():
+            gate.update(self.membership)
+        self._observer.on_membership_changed(self.membership.view())
 
     def _runs_on(self, engine_id: EngineId) -> list[RequestRun]:
         return [
@@ -495,11 +619,43 @@ class Controller:
             case EngineWentDown():
                 self._apply_engine_down(event)
             case EngineProgressed():
-                self._sync_ranks(self.cluster.apply_trusted(event.engine_id))
-                log.info("engine.trusted", engine_id=event.engine_id, epoch=self.cluster.epoch)
+                self.membership.apply_trusted(event.engine_id)
+                self._sync_group(event.engine_id)
+                log.info("engine.trusted", engine_id=event.engine_id, epoch=self.membership.epoch)
+            case RankLost():
+                self._apply_rank_lost(event)
             case DrainAsked():
-                record = self.cluster.apply_draining(event.engine_id, is_draining=event.is_draining)
-                self._sync_ranks(record)
+                self._apply_drain(event)
+
+    def _apply_rank_lost(self, event: RankLost) -> None:
+        engine_id = event.rank_id.engine_id
+        record = self.membership.apply_rank_lost(event.rank_id, event.reason)
+        log.warning(
+            "rank.lost",
+            engine_id=engine_id,
+            dp_rank=event.rank_id.dp_rank,
+            reason=event.reason,
+            epoch=self.membership.epoch,
+        )
+        self._sync_group(engine_id)
+        rank = None
+        if record.state is not RankState.DOWN:
+            rank = self._routers[record.pool].index_of(event.rank_id)
+        self._lose_group(engine_id, f"rank {event.rank_id}: {event.reason}", rank=rank)
+
+    def _apply_drain(self, event: DrainAsked) -> None:
+        engine_id = event.engine_id
+        self.membership.apply_draining(engine_id, is_draining=event.is_draining)
+        self._sync_group(engine_id)
+        self._drain_deadlines.pop(engine_id, None)
+        if event.is_draining and event.deadline_ns is not None:
+            self._drain_deadlines[engine_id] = event.deadline_ns
+        log.info(
+            "engine.draining" if event.is_draining else "engine.undrained",
+            engine_id=engine_id,
+            num_requests=self.num_requests_on(engine_id),
+            epoch=self.membership.epoch,
+        )
 
     def _apply_arrival(self, event: RequestArrived) -> None:
         request = event.request
@@ -507,6 +663,11 @@ class Controller:
         if error is not None:
             self._count(request.model, Outcome.ERROR)
             event.stream.on_error(error)
+            return
+        resume = self._resume_plan(request)
+        if resume.kind is ResumeKind.REFUSE:
+            self._count(request.model, Outcome.ERROR)
+            event.stream.on_error(refusals.cannot_resume(resume.reason))
             return
         pool = self._pool_of_model[request.model]
         run = RequestRun(
@@ -526,28 +687,60 @@ class Controller:
             sampling=request.sampling,
         )
         self._runs[request.request_id] = run
-        self._wait(run)
+        if resume.kind is ResumeKind.CONTINUE:
+            self._resume(run, resume)
+        else:
+            self._wait(run)
+
+    def _resume_plan(self, request: InferenceRequest) -> ResumePlan:
+        """What the journal has of a request that its client repeats."""
+        if not request.may_resume:
+            return ResumePlan(kind=ResumeKind.NEW)
+        return plan_resume(
+            self._journal.read_request(request.request_id),
+            model=request.model,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            num_client_tokens=request.num_client_tokens,
+        )
+
+    def _resume(self, run: RequestRun, resume: ResumePlan) -> None:
+        """Give the client what the journal has, and go on from there."""
+        request_id = run.request.request_id
+        run.num_attempts = run.num_moves = 1  # the attempt that died with dsched
+        self._journal.begin_attempt(
+            request_id,
+            attempt_id=self._attempt_ids.next_id(),
+            epoch=1,
+            target=RankId(EngineId("journal"), DpRank(0)),
+        )
+        self._journal.record(request_id, epoch=1, first_index=0, token_ids=resume.output_token_ids)
+        run.num_output_tokens = len(resume.output_token_ids)
+        log.info(
+            "request.resumed",
+            request_id=request_id,
+            num_output_tokens=run.num_output_tokens,
+            is_ended=resume.finish_reason is not None,
+        )
+        run.stream.on_tokens(0, resume.output_token_ids, None)
+        if run.phase is Phase.ENDED:
+            return  # a stop string was among them
+        if resume.finish_reason is not None:
+            self._finish(run, reason=resume.finish_reason, num_cached_tokens=0)
+        else:
+            self._go_on(run, engine_id=EngineId("journal"), reason="dsched was restarted")
 
     def _refusal(self, request: InferenceRequest) -> RequestError | None:
         """Why a request cannot even wait, or `None`."""
         if self._is_closed:
-            return _error_stopping()
+            return refusals.stopping()
         pool = self._pool_of_model.get(request.model)
         if pool is None:
-            return RequestError(
-                status=404,
-                code="model_not_found",
-                message=f"model {request.model!r} is not served here",
-                param="model",
-            )
+            return refusals.unknown_model(request.model)
         if request.request_id in self._runs:
-            return RequestError(
-                status=409,
-                code="request_id_in_use",
-                message=f"a request with id {request.request_id!r} is still running",
-            )
+            return refusals.id_in_use(request.request_id)
         if not self._can_serve(pool):
-            return _error_no_engine(request.model)
+            return refusals.no_engine(request.model)
         return None
 
     def _wait(self, run: RequestRun) -> None:
@@ -560,28 +753,32 @@ class Controller:
         run.deadline_ns = self._clock.now_ns() + limit_ns
         self._waiting[run.request.request_id] = run
         self._deadlines.add((run.deadline_ns, run.request.request_id))
-        self._unplanned.append(run)
+        if run.recovery is None:
+            self._unplanned.append(run)
+        else:
+            self._handoffs[run.pool].add(run, self._clock.now_ns())
 
     def _apply_attempt_lost(self, event: AttemptLost) -> None:
         run = self._runs.get(event.request_id)
         if run is None or run.phase is not Phase.WAITING or run.attempt is None:
             return
         lost_rank = run.attempt.rank
-        if run.num_attempts >= self.settings.max_attempts:
+        run.num_moves += event.is_moved
+        if run.num_attempts - run.num_moves >= self.settings.max_attempts:
             self._end_with_error(
                 run,
                 RequestError(
                     status=502 if event.is_engine_lost else 503,
                     code="engine_lost" if event.is_engine_lost else "overloaded",
                     message=f"gave up after {run.num_attempts} attempts: {event.reason}",
-                    retry_after_s=RETRY_AFTER_S,
+                    retry_after_s=refusals.RETRY_AFTER_S,
                 ),
             )
             return
         run.excluded_ranks = tuple(sorted({*run.excluded_ranks, lost_rank}))
-        self._recover(run, event)
+        self._go_on(run, engine_id=event.engine_id, reason=event.reason)
 
-    def _recover(self, run: RequestRun, event: AttemptLost) -> None:
+    def _go_on(self, run: RequestRun, *, engine_id: EngineId, reason: str) -> None:
         """Go on with a request whose attempt was lost, as `plan_recovery` says."""
         plan = plan_recovery(run.request.sampling, num_output_tokens=run.num_output_tokens)
         run.recovery = plan
@@ -592,8 +789,8 @@ class Controller:
             request_id=run.request.request_id,
             method=plan.method.value,
             guarantee=plan.guarantee.value,
-            engine_id=event.engine_id,
-            reason=event.reason,
+            engine_id=engine_id,
+            reason=reason,
             num_output_tokens=run.num_output_tokens,
         )
         if plan.method is RecoveryMethod.REFUSE:
@@ -602,7 +799,7 @@ class Controller:
                 RequestError(
                     status=502,
                     code="engine_lost",
-                    message=f"engine {event.engine_id} was lost after {run.num_output_tokens} "
+                    message=f"engine {engine_id} was lost after {run.num_output_tokens} "
                     f"tokens, and {plan.reason}",
                 ),
             )
@@ -615,9 +812,9 @@ class Controller:
             self._wait(run)
 
     def _apply_engine_up(self, description: EngineDescription) -> None:
-        record = self.cluster.engines[description.engine_id]
+        record = self.membership.engines[description.engine_id]
         old_rank_ids = list(record.rank_ids())
-        self.cluster.apply_up(description)
+        self.membership.apply_up(description)
         if record.reason and record.state is RankState.DOWN:
             log.error("engine.refused", engine_id=description.engine_id, reason=record.reason)
         else:
@@ -627,7 +824,7 @@ class Controller:
                 kind=description.kind,
                 model=description.model,
                 num_dp_ranks=description.num_dp_ranks,
-                epoch=self.cluster.epoch,
+                epoch=self.membership.epoch,
             )
         router = self._routers[record.pool]
         for rank_id in old_rank_ids[description.num_dp_ranks :]:
@@ -640,33 +837,47 @@ class Controller:
                 kv_capacity_tokens=description.kv_capacity_tokens or UNKNOWN_CAPACITY,
                 max_running_requests=description.max_running_requests or UNKNOWN_CAPACITY,
             )
-        self._sync_ranks(record)
+        self._sync_group(description.engine_id)
 
     def _apply_engine_down(self, event: EngineWentDown) -> None:
-        was_up = self.cluster.engines[event.engine_id].state is not RankState.DOWN
-        record = self.cluster.apply_down(event.engine_id, event.reason)
-        if was_up:
-            log.warning(
-                "engine.went_down",
-                engine_id=event.engine_id,
-                reason=event.reason,
-                epoch=self.cluster.epoch,
-            )
-        self._sync_ranks(record)
+        epoch = self.membership.epoch
+        record = self.membership.apply_down(event.engine_id, event.reason, evidence=event.evidence)
+        self._sync_group(event.engine_id)
+        if self.membership.epoch == epoch:
+            return
+        log.warning(
+            "engine.went_down",
+            engine_id=event.engine_id,
+            state=record.state.name.lower(),
+            reason=record.reason,
+            evidence=event.evidence.value,
+            epoch=self.membership.epoch,
+        )
+        if record.own_state is RankState.DOWN:
+            # Its own attempts fail by themselves; its group's others may not have noticed yet.
+            for mate in self.membership.group_of(event.engine_id):
+                if mate is not record and mate.state is RankState.DOWN:
+                    for run in self._runs_on(mate.spec.engine_id):
+                        self._lose_attempt(run, reason=mate.reason)
 
-    def _sync_ranks(self, record: EngineRecord) -> None:
-        """Give every rank of an engine the engine's state: the group is the failure domain."""
-        router = self._routers[record.pool]
-        for rank_id in record.rank_ids():
-            rank = router.index_of(rank_id)
-            if rank is not None:
-                router.set_rank_state(rank, record.state)
+    def _sync_group(self, engine_id: EngineId) -> None:
+        """Give every rank of an EP group its state: the group is the failure domain."""
+        for member in self.membership.group_of(engine_id):
+            router = self._routers[member.pool]
+            for rank_id in member.rank_ids():
+                rank = router.index_of(rank_id)
+                if rank is not None:
+                    router.set_rank_state(rank, member.rank_state(rank_id.dp_rank))
 
     # ---- planning and handing out
 
     def _plan(self, now_ns: int) -> list[Dispatch]:
         """Place what is held, then what is new; book each answer before asking for the next."""
         dispatches = self._plan_held(now_ns)
+        for pool in sorted(self._handoffs):
+            handoffs = self._handoffs[pool]
+            if handoffs.num_waiting:
+                self._unplanned += handoffs.take(self._num_ranks_up(pool))
         unplanned, self._unplanned = self._unplanned, []
         for run in unplanned:
             dispatch = self._plan_new(run, now_ns) if run.phase is Phase.WAITING else None
@@ -674,12 +885,28 @@ class Controller:
                 dispatches.append(dispatch)
         return dispatches
 
+    def _num_ranks_up(self, pool: str) -> int:
+        members = self.membership.up_engines(pool)
+        return sum(
+            member.rank_state(rank_id.dp_rank) is RankState.UP
+            for member in members
+            for rank_id in member.rank_ids()
+        )
+
+    def _has_spare(self, run: RequestRun) -> bool:
+        """Whether a run may start; one that lost its engine uses what was kept for it."""
+        if run.recovery is not None:
+            return True
+        return self._gates[run.pool].has_room(run.router, num_new_tokens=run.num_known_tokens)
+
     def _plan_held(self, now_ns: int) -> list[Dispatch]:
         dispatches: list[Dispatch] = []
         for pool in sorted(self._routers):
             router = self._routers[pool]
             while (held := router.next_held(now_ns)) is not None:
                 run = self._waiting[held.request_key]  # type: ignore[index]
+                if held.decision.rank is not None and not self._has_spare(run):
+                    break  # what is free is kept for the loss of a group
                 router.drop_held(held.request_key)
                 if held.decision.rank is None:
                     self._end_unroutable(run, held.decision)
@@ -697,10 +924,12 @@ class Controller:
         if decision.reason in (RoutingReason.TOO_LARGE, RoutingReason.NO_SUCH_RANK):
             self._end_unroutable(run, decision)
             return None
-        if decision.rank is not None and not run.router.num_held:
+        # Continuations overtake what is held: their clients wait in the middle of an answer.
+        may_go = not run.router.num_held or run.recovery is not None
+        if decision.rank is not None and may_go and self._has_spare(run):
             return self._book(run, decision, now_ns)
         if not run.router.hold(_routing_request(run), run.request.request_id, now_ns):
-            self._end_with_error(run, _error_full(run.router.num_held))
+            self._end_with_error(run, refusals.full(run.router.num_held))
         return None
 
     def _book(self, run: RequestRun, decision: RoutingDecision, now_ns: int) -> Dispatch:
@@ -736,6 +965,8 @@ class Controller:
             decision.rank, attempt_id, num_prompt_tokens=len(prompt_token_ids), now_ns=now_ns
         )
         self._router_of_attempt[attempt_id] = run.router
+        if run.recovery is not None:
+            self._handoffs[run.pool].begin(attempt_id, len(prompt_token_ids))
         self._journal.begin_attempt(
             request.request_id, attempt_id=attempt_id, epoch=run.attempt.epoch, target=rank_id
         )
@@ -746,7 +977,7 @@ class Controller:
             engine_id=rank_id.engine_id,
             command=GenerateCommand(
                 attempt_id=attempt_id,
-                epoch=self.cluster.epoch,
+                epoch=self.membership.epoch,
                 dp_rank=rank_id.dp_rank,
                 prompt_token_ids=prompt_token_ids,
                 sampling=sampling,
@@ -823,11 +1054,16 @@ class Controller:
         is_lost = isinstance(error, EngineUnreachableError)
         is_busy = isinstance(error, EngineRefusedError) and error.status in ENGINE_BUSY_STATUSES
         if not (is_lost or is_busy):
-            self._end_with_error(run, _error_from_engine(error))
+            self._end_with_error(run, refusals.from_engine(error))
             return
         self._fail_attempt(run, reason=str(error), is_engine_lost=is_lost)
 
     def _fail_attempt(self, run: RequestRun, *, reason: str, is_engine_lost: bool) -> None:
+        self._push(self._part_from_attempt(run, reason=reason, is_engine_lost=is_engine_lost))
+
+    def _part_from_attempt(
+        self, run: RequestRun, *, reason: str, is_engine_lost: bool, is_moved: bool = False
+    ) -> AttemptLost:
         """The attempt is over, the request is not: nothing it still says counts."""
         if run.attempt is None:
             raise InvariantError(f"request {run.request.request_id} failed without an attempt")
@@ -836,13 +1072,12 @@ class Controller:
         if run.lost_ns is None:
             run.lost_ns = self._clock.now_ns()
         self._journal.fence_attempt(run.request.request_id)
-        self._push(
-            AttemptLost(
-                request_id=run.request.request_id,
-                engine_id=run.attempt.engine_id,
-                reason=reason,
-                is_engine_lost=is_engine_lost,
-            )
+        return AttemptLost(
+            request_id=run.request.request_id,
+            engine_id=run.attempt.engine_id,
+            reason=reason,
+            is_engine_lost=is_engine_lost,
+            is_moved=is_moved,
         )
 
     def on_handed_off(self, run: RequestRun, now_ns: int) -> None:
@@ -855,10 +1090,14 @@ class Controller:
             )
             self._observer.on_handoff(run.recovery.method.value, gap)
         run.lost_ns = None
+        if run.attempt is not None and self._handoffs[run.pool].end(run.attempt.attempt_id):
+            self._host.request_tick()
 
     def _stop_watching(self, run: RequestRun) -> None:
         if run.attempt is not None:
             self._running.pop(run.attempt.attempt_id, None)
+            if self._handoffs[run.pool].end(run.attempt.attempt_id):
+                self._host.request_tick()
             if self._watch is not None:
                 self._watch.end(run.attempt.attempt_id)
 
@@ -883,6 +1122,7 @@ class Controller:
         del self._runs[request_id]
         if self._stop_waiting(run):
             run.router.drop_held(request_id)
+            self._handoffs[run.pool].drop(request_id)
         self._journal.finish(request_id, reason=outcome.value)
         self._count(run.request.model, outcome)
 
@@ -900,7 +1140,7 @@ class Controller:
         run.stream.on_error(error)
 
     def _end_unroutable(self, run: RequestRun, decision: RoutingDecision) -> None:
-        self._end_with_error(run, _error_unroutable(run, decision.reason))
+        self._end_with_error(run, refusals.unroutable(run, decision.reason))
 
     def _stop_waiting(self, run: RequestRun) -> bool:
         request_id = run.request.request_id
@@ -913,18 +1153,21 @@ class Controller:
         """End what has waited too long for any rank."""
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             run = self._waiting[self._deadlines[0][1]]
-            self._end_with_error(run, _error_no_engine(run.request.model))
+            is_pool_up = self._can_serve(run.pool)
+            self._end_with_error(run, refusals.overdue(run, is_pool_up=is_pool_up))
 
     def _set_timer(self) -> None:
         """Ask to be called when something that waits runs out of time."""
+        now_ns = self._clock.now_ns()
         times = [
             expiry_ns
             for router in self._routers.values()
-            if (expiry_ns := router.next_hold_expiry_ns()) is not None
+            # What has expired and is still held waits for an engine or for spare room.
+            if (expiry_ns := router.next_hold_expiry_ns()) is not None and expiry_ns > now_ns
         ]
         if self._deadlines:
             times.append(self._deadlines[0][0])
-        now_ns = self._clock.now_ns()
+        times += [due_ns for due_ns in self._drain_deadlines.values() if due_ns > now_ns]
         if self._watch is not None and (due_ns := self._watch.next_sweep_ns(now_ns)) is not None:
             times.append(due_ns)
         if not times:
@@ -941,7 +1184,7 @@ class Controller:
 
     def validate(self) -> None:
         """Check that no request is in two places and every booking has an attempt. O(requests)."""
-        self.cluster.validate()
+        self.membership.validate()
         for router in self._routers.values():
             router.validate()
         for request_id, run in self._runs.items():
@@ -960,6 +1203,7 @@ class Controller:
             raise InvariantError(
                 f"{len(self._deadlines)} deadlines for {len(self._waiting)} waiting requests"
             )
+        num_held += sum(handoffs.num_waiting for handoffs in self._handoffs.values())
         if num_held != len(self._waiting):
             raise InvariantError(f"{num_held} requests are held, {len(self._waiting)} wait")
 
@@ -972,52 +1216,3 @@ def _routing_request(run: RequestRun) -> RoutingRequest:
         tenant=request.tenant,
         excluded_ranks=run.excluded_ranks,
     )
-
-
-def _error_no_engine(model: str) -> RequestError:
-    return RequestError(
-        status=503,
-        code="no_engine",
-        message=f"no engine that serves {model!r} is up",
-        retry_after_s=RETRY_AFTER_S,
-    )
-
-
-def _error_full(num_held: int) -> RequestError:
-    return RequestError(
-        status=429,
-        code="overloaded",
-        message=f"{num_held} requests wait for an engine already",
-        retry_after_s=RETRY_AFTER_S,
-    )
-
-
-def _error_stopping() -> RequestError:
-    return RequestError(
-        status=503, code="stopping", message="dsched is stopping", retry_after_s=RETRY_AFTER_S
-    )
-
-
-def _error_from_engine(error: DriverError) -> RequestError:
-    if isinstance(error, EngineRefusedError) and 400 <= error.status < 500:
-        return RequestError(status=400, code="engine_refused", message=str(error))
-    return RequestError(status=502, code="engine_error", message=str(error))
-
-
-def _error_unroutable(run: RequestRun, reason: RoutingReason) -> RequestError:
-    num_tokens = len(run.request.prompt_token_ids)
-    if reason is RoutingReason.TOO_LARGE:
-        return RequestError(
-            status=400,
-            code="context_length_exceeded",
-            message=f"a prompt of {num_tokens} tokens does not fit the KV cache of any rank",
-            param="prompt",
-        )
-    if reason is RoutingReason.NO_SUCH_RANK:
-        return RequestError(
-            status=400,
-            code="no_such_rank",
-            message=f"no engine has a DP rank {run.request.pinned_dp_rank}",
-            param="X-data-parallel-rank",
-        )
-    return _error_no_engine(run.request.model)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from dsched.controller.request import InferenceRequest, RequestStream
 from dsched.drivers.base import EngineDescription
-from dsched.ids import EngineId, RequestId
+from dsched.ids import EngineId, RankId, RequestId
+from dsched.states import Evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class AttemptLost:
     reason: str
     is_engine_lost: bool
     """The engine broke; `False` when it is alive and had no room."""
+    is_moved: bool = False
+    """Nothing broke: a drain took the request away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,15 @@ class EngineWentDown:
     """An engine cannot serve."""
 
     engine_id: EngineId
+    reason: str
+    evidence: Evidence = Evidence.SOCKET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLost:
+    """One DP rank is gone while its engine answers."""
+
+    rank_id: RankId
     reason: str
 
 
@@ -55,6 +67,16 @@ class DrainAsked:
 
     engine_id: EngineId
     is_draining: bool
+    deadline_ns: int | None = None
+    """When what still runs there is handed over; `None` lets it finish."""
 
 
-Event = RequestArrived | AttemptLost | EngineCameUp | EngineWentDown | EngineProgressed | DrainAsked
+Event = (
+    RequestArrived
+    | AttemptLost
+    | EngineCameUp
+    | EngineWentDown
+    | EngineProgressed
+    | RankLost
+    | DrainAsked
+)

@@ -26,6 +26,10 @@ class InferenceRequest:
     """From `X-data-parallel-rank`: only ranks with this number are candidates."""
     priority: int = 0
     tenant: str = ""
+    may_resume: bool = False
+    """The client gave the id itself, so the journal may know the request from before a restart."""
+    num_client_tokens: int | None = None
+    """Output tokens that the client has already, by its `Last-Event-ID`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,7 @@ class RequestRun:
         "num_attempt_tokens",
         "num_attempts",
         "num_handoffs",
+        "num_moves",
         "num_output_tokens",
         "phase",
         "pool",
@@ -119,6 +120,8 @@ class RequestRun:
         self.phase = Phase.WAITING
         self.attempt: Attempt | None = None
         self.num_attempts = 0
+        self.num_moves = 0
+        """Attempts that ended because their engine was drained: nobody's fault."""
         self.num_attempt_tokens = 0
         """Tokens of the attempt that runs, replayed ones included: its progress."""
         self.num_output_tokens = 0
@@ -129,6 +132,11 @@ class RequestRun:
         self.num_handoffs = 0
         self.expected_token_ids: list[int] = []
         """Tokens that a replay must give again before it gives new ones."""
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and emitted tokens."""
+        return len(self.request.prompt_token_ids) + self.num_output_tokens
 
     def on_tokens(
         self,

@@ -18,6 +18,7 @@ from typing import Protocol
 from dsched.drivers.wire import GenerateCommand, RankReport, TokenLogprob
 from dsched.errors import DriverError
 from dsched.ids import AttemptId, DpRank, EngineId
+from dsched.states import Evidence
 
 
 class FinishReason(StrEnum):
@@ -98,7 +99,9 @@ class EngineListener(Protocol):
         """The engine answers and can serve. Also after each restart of the engine."""
         ...
 
-    def on_engine_down(self, engine_id: EngineId, reason: str) -> None:
+    def on_engine_down(
+        self, engine_id: EngineId, reason: str, evidence: Evidence = Evidence.SOCKET
+    ) -> None:
         """The engine cannot serve now. Its attempts get their own `on_failure`."""
         ...
 

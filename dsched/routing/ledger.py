@@ -30,7 +30,7 @@ State: mutable, owned by one router. Cost: booking and growth O(1), a report O(1
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ from dsched.drivers.wire import RankReport
 from dsched.errors import InvariantError
 from dsched.ids import RankId
 from dsched.routing import kernels as k
+from dsched.states import RankState as RankState
 
 MAX_KNOWN_INCARNATIONS = 8
 """Incarnations remembered for each rank. Fewer: a very late report may look like a restart.
@@ -46,18 +47,6 @@ More: memory for engines that crash in a loop."""
 REPORTS_TO_RETURN = 3
 """Reports in a row from a replaced incarnation that make it the current one again. Fewer: a few
 late reports of the old engine hide the new one. More: longer without reports."""
-
-
-class RankState(IntEnum):
-    """Whether a rank may get new requests."""
-
-    UP = k.UP
-    SUSPECT = k.SUSPECT
-    """Missed heartbeats: gets nothing new while any rank is up."""
-    DRAINING = k.DRAINING
-    """Finishes what it has and gets nothing new."""
-    DOWN = k.DOWN
-    REMOVED = k.REMOVED
 
 
 class ReportOutcome(StrEnum):

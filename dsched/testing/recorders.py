@@ -7,6 +7,7 @@ from dsched.drivers.base import AttemptFinish, EngineDescription
 from dsched.drivers.wire import RankReport, TokenLogprob
 from dsched.errors import DriverError
 from dsched.ids import AttemptId, EngineId
+from dsched.states import Evidence
 
 
 class RecordingSink:
@@ -87,7 +88,12 @@ class RecordingListener:
         self.ups.append(description)
         self._news.set()
 
-    def on_engine_down(self, engine_id: EngineId, reason: str) -> None:
+    def on_engine_down(
+        self,
+        engine_id: EngineId,
+        reason: str,
+        evidence: Evidence = Evidence.SOCKET,  # noqa: ARG002
+    ) -> None:
         self.downs.append((engine_id, reason))
         self._news.set()
 

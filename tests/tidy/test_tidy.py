@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        "errors", "ids", "clock", "rng", "logs",
+        "errors", "ids", "states", "clock", "rng", "logs",
         "config", "config_yaml", "config_checks", "config_load", "config_text",
         "drivers.base", "drivers.wire",
     ),

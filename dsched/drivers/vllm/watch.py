@@ -25,6 +25,7 @@ from dsched.drivers.http import HttpPool
 from dsched.drivers.wire import AgentHello
 from dsched.errors import DriverError, EngineUnreachableError
 from dsched.ids import EngineId
+from dsched.states import Evidence
 
 HEALTH_INTERVAL_S: Final = 1.0
 HEALTH_TIMEOUT_S: Final = 3.0
@@ -61,7 +62,7 @@ class WatchHost(Protocol):
 
     def on_up(self, description: EngineDescription) -> None: ...
 
-    def on_down(self, reason: str) -> None: ...
+    def on_down(self, reason: str, evidence: Evidence) -> None: ...
 
     def hellos(self) -> Mapping[int, AgentHello]:
         """The present agents by DP rank."""
@@ -143,23 +144,25 @@ class EngineWatch:
         self._is_woken.clear()
 
     async def _check_up(self) -> None:
+        evidence = Evidence.SOCKET
         try:
             reason = await self._health_problem()
         except EngineUnreachableError as error:
             is_slow = isinstance(error.__cause__, TimeoutError)
+            evidence = Evidence.LEASE if is_slow else Evidence.SOCKET
             self._num_timeouts += is_slow
             reason = None if is_slow and self._num_timeouts < MAX_TIMEOUTS else str(error)
         else:
             self._num_timeouts = 0
         if reason is not None:
-            self._set_down(reason)
+            self._set_down(reason, evidence)
 
-    def _set_down(self, reason: str) -> None:
+    def _set_down(self, reason: str, evidence: Evidence = Evidence.SOCKET) -> None:
         if not self._is_up:
             return
         self._is_up = False
         self._num_timeouts = 0
-        self._host.on_down(reason)
+        self._host.on_down(reason, evidence)
 
     async def _health_problem(self) -> str | None:
         """Ask `/health`; return what is wrong.

@@ -25,7 +25,7 @@ from dsched.drivers.base import (
 )
 from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams, TokenLogprob
 from dsched.errors import EngineRefusedError, EngineUnreachableError
-from dsched.faults import MemoryJournal, RecoveryMethod
+from dsched.faults import MembershipView, MemoryJournal, RecoveryMethod
 from dsched.faults.progress import ProgressLimits
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RequestId
 
@@ -471,7 +471,7 @@ def test_an_engine_that_comes_back_serves_again() -> None:
     """No restart of dsched is needed, and the epoch tells the two lives apart."""
     (engine,) = engines(1)
     bench = Bench(engine)
-    epoch = bench.controller.cluster.epoch
+    epoch = bench.controller.membership.epoch
     engine.go_down()
     bench.controller.tick()
     engine.come_up()
@@ -718,7 +718,7 @@ def test_a_frozen_engine_that_wakes_up_adds_no_token_and_rejoins() -> None:
     bench, heard, first, other = frozen_bench()
     for _ in range(14):
         bench.wait(SECOND_NS // 4)
-    epoch = bench.controller.cluster.epoch
+    epoch = bench.controller.membership.epoch
 
     first.emit(8, 9)
     bench.controller.on_report(
@@ -743,7 +743,7 @@ def test_a_frozen_engine_that_wakes_up_adds_no_token_and_rejoins() -> None:
     assert heard.token_ids == [1, 2, 3]
     assert bench.controller.num_fenced_tokens == 2
     assert all(s.state.name == "UP" for s in bench.controller.engine_statuses())
-    assert bench.controller.cluster.epoch == epoch + 1
+    assert bench.controller.membership.epoch == epoch + 1
 
 
 def test_the_gap_of_a_handoff_is_measured_by_part() -> None:
@@ -753,6 +753,9 @@ def test_the_gap_of_a_handoff_is_measured_by_part() -> None:
     class Observer:
         def on_handoff(self, method: str, gap: HandoffGap) -> None:
             gaps.append(gap)
+
+        def on_membership_changed(self, view: MembershipView) -> None:
+            pass
 
     (first, other) = engines(2)
     bench = Bench(first, other, observer=Observer())

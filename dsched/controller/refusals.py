@@ -1,0 +1,99 @@
+"""The errors that end a request, in words that a client can act on."""
+
+from dsched.controller.request import RequestError
+from dsched.controller.run import RequestRun
+from dsched.errors import DriverError, EngineRefusedError
+from dsched.routing import RoutingReason
+
+RETRY_AFTER_S = 1
+"""What a refused client is told to wait; engines come back or get room within seconds."""
+
+
+def no_engine(model: str) -> RequestError:
+    return RequestError(
+        status=503,
+        code="no_engine",
+        message=f"no engine that serves {model!r} is up",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def overdue(run: RequestRun, *, is_pool_up: bool) -> RequestError:
+    """The request has waited for as long as it may."""
+    if run.num_handoffs:
+        return RequestError(
+            status=503,
+            code="handoff_overdue",
+            message=f"its engine was lost after {run.num_output_tokens} tokens, and no other one "
+            "had room in time",
+            retry_after_s=RETRY_AFTER_S,
+        )
+    if is_pool_up:
+        return RequestError(
+            status=503,
+            code="overloaded",
+            message="no engine had room in time",
+            retry_after_s=RETRY_AFTER_S,
+        )
+    return no_engine(run.request.model)
+
+
+def full(num_held: int) -> RequestError:
+    return RequestError(
+        status=429,
+        code="overloaded",
+        message=f"{num_held} requests wait for an engine already",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def stopping() -> RequestError:
+    return RequestError(
+        status=503, code="stopping", message="dsched is stopping", retry_after_s=RETRY_AFTER_S
+    )
+
+
+def unknown_model(model: str) -> RequestError:
+    return RequestError(
+        status=404,
+        code="model_not_found",
+        message=f"model {model!r} is not served here",
+        param="model",
+    )
+
+
+def id_in_use(request_id: str) -> RequestError:
+    return RequestError(
+        status=409,
+        code="request_id_in_use",
+        message=f"a request with id {request_id!r} is still running",
+    )
+
+
+def cannot_resume(reason: str) -> RequestError:
+    return RequestError(status=409, code="cannot_resume", message=reason, param="Last-Event-ID")
+
+
+def from_engine(error: DriverError) -> RequestError:
+    if isinstance(error, EngineRefusedError) and 400 <= error.status < 500:
+        return RequestError(status=400, code="engine_refused", message=str(error))
+    return RequestError(status=502, code="engine_error", message=str(error))
+
+
+def unroutable(run: RequestRun, reason: RoutingReason) -> RequestError:
+    num_tokens = len(run.request.prompt_token_ids)
+    if reason is RoutingReason.TOO_LARGE:
+        return RequestError(
+            status=400,
+            code="context_length_exceeded",
+            message=f"a prompt of {num_tokens} tokens does not fit the KV cache of any rank",
+            param="prompt",
+        )
+    if reason is RoutingReason.NO_SUCH_RANK:
+        return RequestError(
+            status=400,
+            code="no_such_rank",
+            message=f"no engine has a DP rank {run.request.pinned_dp_rank}",
+            param="X-data-parallel-rank",
+        )
+    return no_engine(run.request.model)
