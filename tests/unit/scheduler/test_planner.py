@@ -84,7 +84,7 @@ def test_cached_tokens_are_not_computed_but_sort_and_cost_as_context() -> None:
 def test_planner_gives_the_chunks_of_plan_chunks() -> None:
     """The state of arrays and the pure function are one rule."""
     planner = make_planner(budget_seconds=0.35)
-    lengths = [300, 20_000, 9_000, 70_000, 300_000, 500]
+    lengths = [300, 16_384, 9_000, 65_536, 262_144, 500]
     slots = [add(planner, f"r{n}", length) for n, length in enumerate(lengths)]
     past = dict.fromkeys(slots, 0)
     saved = None
