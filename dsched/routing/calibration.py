@@ -68,6 +68,26 @@ def learn_step(
 
 
 @njit(cache=True, nogil=True)
+def _solve(system: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Solve a symmetric positive definite system, in place: no pivoting is needed.
+
+    By hand because numba takes seconds to compile `numpy.linalg.solve`.
+    """
+    size = len(right)
+    for pivot in range(size):
+        for row in range(pivot + 1, size):
+            factor = system[row, pivot] / system[pivot, pivot]
+            for column in range(pivot, size):
+                system[row, column] -= factor * system[pivot, column]
+            right[row] -= factor * right[pivot]
+    for pivot in range(size - 1, -1, -1):
+        for column in range(pivot + 1, size):
+            right[pivot] -= system[pivot, column] * right[column]
+        right[pivot] /= system[pivot, pivot]
+    return right
+
+
+@njit(cache=True, nogil=True)
 def fit_factors(
     sums: NDArray[np.float64], targets: NDArray[np.float64], factors: NDArray[np.float64]
 ) -> None:
@@ -90,7 +110,7 @@ def fit_factors(
                 else:
                     system[row, column] = sums[row, column]
             system[row, row] += hold
-        solved = np.linalg.solve(system, right)
+        solved = _solve(system, right)
         worst = -1
         worst_excess = 0.0
         for row in range(3):
@@ -100,7 +120,8 @@ def fit_factors(
                     worst = row
                     worst_excess = excess
         if worst < 0:
-            factors[:] = solved
+            for row in range(3):
+                factors[row] = solved[row]
             return
         factors[worst] = MIN_FACTOR if solved[worst] < MIN_FACTOR else MAX_FACTOR
         is_fixed[worst] = True
@@ -118,8 +139,10 @@ def fit_if_due(
         return
     fit_factors(sums, targets, factors)
     if num_steps <= NUM_EARLY_FITS * SOLVE_EVERY:
-        sums *= EARLY_KEPT
-        targets *= EARLY_KEPT
+        for row in range(3):
+            targets[row] *= EARLY_KEPT
+            for column in range(3):
+                sums[row, column] *= EARLY_KEPT
 
 
 class StepPrices:

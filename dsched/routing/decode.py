@@ -143,6 +143,7 @@ class DecodeRouter:
         self,
         *,
         router_index: int = 0,
+        num_routers: int = 1,
         is_synchronised: bool = False,
         calibrates: bool = True,
         base_ns: float = DEFAULT_BASE_NS,
@@ -155,7 +156,7 @@ class DecodeRouter:
     ) -> None:
         """Make a router without ranks.
 
-        `router_index` is this router's number among the routers over the same engines.
+        `router_index` is this router's number among `num_routers` over the same engines.
         `is_synchronised`: all ranks belong to one EP group. `calibrates`: learn the prices from
         reports. `gather_ns`: how long a request that would by itself stretch every step of a
         synchronised group is held to run together with others like it; 0 turns it off. Worth 2
@@ -164,6 +165,10 @@ class DecodeRouter:
         if router_index < 0:
             raise ValueError(f"router_index is {router_index}; it must not be negative")
         self.ledger = LoadLedger(kv_headroom_fraction=kv_headroom_fraction)
+        if num_routers < 1:
+            raise ValueError(f"num_routers is {num_routers}; it must be at least 1")
+        self._router_index = router_index
+        self._num_routers = num_routers
         if gather_ns < 0:
             raise ValueError(f"gather_ns is {gather_ns}; it must not be negative")
         self._held = HoldQueue(max_held_requests=max_held_requests, max_hold_ns=max_hold_ns)
@@ -413,6 +418,8 @@ class DecodeRouter:
                 self._tie_offset % num_ranks,
                 max_state,
                 level_tokens,
+                self._num_routers,
+                self._router_index % self._num_routers,
                 ignore_room,
             )
             if num_usable:

@@ -45,6 +45,11 @@ KV_TOKEN_NS = 2
 
 NO_LIMIT_TOKENS = 1 << 62
 
+HOME_MARGIN = 4.0
+"""Requests that another router is assumed to have just sent to its own ranks. Lower: routers with
+the same view fill the same rank (1 costs 1.2 points with four routers in simulation). Higher: a
+router that gets more traffic than the others cannot use their ranks."""
+
 NO_RANK = -1
 ANY_DP_RANK = -1
 
@@ -86,12 +91,18 @@ def pick_rank(
     tie_offset: int,
     max_state: int,
     level_tokens: int,
+    num_routers: int,
+    router_index: int,
     ignore_room: bool,  # noqa: FBT001  compiled functions take no keyword-only arguments
 ) -> tuple[int, float, int, int, int]:
     """Choose an eligible rank by its cost after adding the request. O(D).
 
     The fullest of those that cost at most what a lone request of `level_tokens` costs; if there is
     none (always with 0), the one with the least cost.
+
+    With several routers each rank has a home router. A rank that is at home elsewhere is taken as
+    if that router had just sent it a request like this one: it is chosen only where it is cheaper
+    by that much, so routers with the same view do not all fill the same rank.
 
     Returns (rank or NO_RANK, cost in ns, ranks that may be used, those whose whole KV could hold
     the request, those with room now).
@@ -100,6 +111,8 @@ def pick_rank(
     best_cost = np.inf
     fullest = NO_RANK
     fullest_cost = -1.0
+    if num_routers > num_ranks:
+        num_routers = 1
     num_usable = 0
     num_large_enough = 0
     num_with_room = 0
@@ -126,6 +139,10 @@ def pick_rank(
         ) + prices[KV_TOKEN_NS, rank] * (
             table[OWN_KV, rank] + table[OTHER_KV, rank] + prompt_tokens
         )
+        if num_routers > 1 and rank % num_routers != router_index:
+            cost += HOME_MARGIN * (
+                prices[REQUEST_NS, rank] + prices[KV_TOKEN_NS, rank] * prompt_tokens
+            )
         if cost < best_cost:
             best = rank
             best_cost = cost

@@ -373,17 +373,22 @@ def _best_change(
     best: NDArray[np.int64],
 ) -> bool:
     """Fill `best` with (give, partner rank, take or -1, take too or -1); false if none helps."""
-    partners = np.argsort(costs, kind="mergesort")
+    is_tried = np.zeros(len(costs), np.bool_)
     best_after = costs[high]
     best_tokens = np.int64(0)
     best_moves = 0
     found = False
     num_evaluations = 0
-    for partner in partners:
-        if partner == high or costs[partner] >= best_after:
-            continue
-        if num_evaluations > MAX_EVALUATIONS:
+    while num_evaluations <= MAX_EVALUATIONS:
+        partner = -1
+        for rank in range(len(costs)):
+            if rank == high or is_tried[rank] or costs[rank] >= best_after:
+                continue
+            if partner < 0 or costs[rank] < costs[partner]:
+                partner = rank
+        if partner < 0:
             break
+        is_tried[partner] = True
         first, last = start[partner], start[partner + 1]
         for give_at in range(start[high], start[high + 1]):
             give = order[give_at]

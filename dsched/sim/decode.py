@@ -26,6 +26,8 @@ from dsched.sim.traces import Trace
 NUM_DRAWS = 4096
 OPEN_LOOP_WARM_SHARE = 0.1
 """Share of the trace's duration that fills the ranks and is not measured."""
+MIN_OPEN_LOOP_STEPS = 200
+"""A trace shorter than this many steps is measured from the first arrival to the last token."""
 MAX_STEPS = 10_000_000
 
 
@@ -139,11 +141,10 @@ def simulate_decode(
     if trace.num_requests == 0:
         raise ValueError(f"{trace.source} has no requests")
     _check_fits(trace, group)
-    requests, concurrency = _requests(trace, group, run)
+    requests, concurrency = draw_requests(trace, group, run)
     chosen = POLICIES[policy]
     if run.requests_per_rank is None:
-        end_ns = float(requests.arrival_ns[-1])
-        window = (OPEN_LOOP_WARM_SHARE * end_ns, max(end_ns, 1.0))
+        window = _measured_window(requests.arrival_ns, group)
         num_steps, warm_steps = MAX_STEPS, 0
     else:
         window = (0.0, 0.0)
@@ -174,6 +175,14 @@ def simulate_decode(
     return _result(policy, state)
 
 
+def _measured_window(arrival_ns: NDArray[np.int64], group: DecodeGroup) -> tuple[float, float]:
+    """From when the ranks are filled until the last arrival; all of it for short traces."""
+    end_ns = float(arrival_ns[-1])
+    if end_ns < MIN_OPEN_LOOP_STEPS * group.base_ns:
+        return 0.0, np.inf
+    return OPEN_LOOP_WARM_SHARE * end_ns, end_ns
+
+
 def _check_fits(trace: Trace, group: DecodeGroup) -> None:
     tokens = trace.num_prompt_tokens.astype(np.int64) + trace.num_output_tokens
     largest = int(np.argmax(tokens))
@@ -184,7 +193,8 @@ def _check_fits(trace: Trace, group: DecodeGroup) -> None:
         )
 
 
-def _requests(trace: Trace, group: DecodeGroup, run: DecodeRun) -> tuple[kernels.Requests, int]:
+def draw_requests(trace: Trace, group: DecodeGroup, run: DecodeRun) -> tuple[kernels.Requests, int]:
+    """Return the requests of a run in order, and how many are in the system (0: open loop)."""
     prompt = trace.num_prompt_tokens.astype(np.int64)
     output = trace.num_output_tokens.astype(np.int64)
     if run.requests_per_rank is None:

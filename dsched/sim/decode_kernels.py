@@ -170,16 +170,18 @@ def make_state(limits: Limits, rules: Rules, max_slots: int, num_requests: int) 
     """Return an empty group."""
     num_ranks = limits.num_ranks
     slots = np.zeros((NUM_SLOT_ROWS, max_slots), np.int64)
-    slots[S_MOVE_TO] = -1
+    for slot in range(max_slots):
+        slots[S_MOVE_TO, slot] = -1
     ranks = np.zeros((NUM_RANK_ROWS, num_ranks), np.int64)
-    ranks[R_HEAD] = -1
-    ranks[R_TAIL] = -1
     counters = np.zeros(NUM_COUNTERS, np.int64)
     counters[C_NUM_FREE] = max_slots
     table = np.zeros((k.NUM_ROWS, num_ranks), np.int64)
-    table[k.KV_CAPACITY] = limits.kv_capacity_tokens
-    table[k.KV_LIMIT] = limits.kv_capacity_tokens
-    table[k.MAX_RUNNING] = limits.max_running
+    for rank in range(num_ranks):
+        ranks[R_HEAD, rank] = -1
+        ranks[R_TAIL, rank] = -1
+        table[k.KV_CAPACITY, rank] = limits.kv_capacity_tokens
+        table[k.KV_LIMIT, rank] = limits.kv_capacity_tokens
+        table[k.MAX_RUNNING, rank] = limits.max_running
     return State(
         slots,
         ranks,
@@ -215,14 +217,16 @@ def refresh_view(state: State, rules: Rules) -> None:
     if size == 1:
         return
     step = state.counters[C_STEP]
-    state.history[step % size] = view
-    if step >= rules.stale_steps:
-        view[:] = state.history[(step + 1) % size]
-    else:
-        view[:] = 0.0
-    state.sent[step % size] = 0.0
-    for row in range(size):
+    for row in range(view.shape[0]):
         for rank in range(view.shape[1]):
+            state.history[step % size, row, rank] = view[row, rank]
+            view[row, rank] = 0.0
+            if step >= rules.stale_steps:
+                view[row, rank] = state.history[(step + 1) % size, row, rank]
+    for rank in range(view.shape[1]):
+        state.sent[step % size, 0, rank] = 0.0
+        state.sent[step % size, 1, rank] = 0.0
+        for row in range(size):
             _credit(view, rank, state.sent[row, 0, rank], state.sent[row, 1, rank])
 
 
@@ -297,7 +301,7 @@ def longest_tokens(state: State) -> int:
     slots = state.slots
     longest = -1
     for slot in range(state.counters[C_HIGH_WATER]):
-        if slots[S_STATUS, slot] in (FREE, HELD):
+        if slots[S_STATUS, slot] == FREE or slots[S_STATUS, slot] == HELD:
             continue
         if (
             longest < 0
@@ -325,6 +329,8 @@ def _pick_own(state: State, limits: Limits, tokens: int, level: int, ignore_room
         state.counters[C_BOUND] % limits.num_ranks,
         k.UP,
         level,
+        1,
+        0,
         ignore_room,
     )
     return rank
@@ -450,15 +456,21 @@ def _planned_load(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Requests, KV tokens, room and link allowance of each rank once all transfers are done."""
     slots, ranks = state.slots, state.ranks
-    running = ranks[R_RUNNING].copy()
-    kv = ranks[R_KV].copy()
-    room = np.maximum(limits.kv_capacity_tokens - ranks[R_MEMORY], 0)
+    running = np.empty(limits.num_ranks, np.int64)
+    kv = np.empty(limits.num_ranks, np.int64)
+    room = np.empty(limits.num_ranks, np.int64)
     for rank in range(limits.num_ranks):
+        running[rank] = ranks[R_RUNNING, rank]
+        kv[rank] = ranks[R_KV, rank]
+        room[rank] = max(0, limits.kv_capacity_tokens - ranks[R_MEMORY, rank])
         is_full = ranks[R_RUNNING, rank] + ranks[R_STALLED, rank] >= limits.max_running
         if is_full or ranks[R_WAITING, rank] > 0:
             room[rank] = 0
     allowance = int(limits.link_bytes_per_s * IN_FLIGHT_S / limits.kv_token_bytes)
-    link = np.full((2, limits.num_ranks), allowance, np.int64)
+    link = np.empty((2, limits.num_ranks), np.int64)
+    for rank in range(limits.num_ranks):
+        link[0, rank] = allowance
+        link[1, rank] = allowance
     for at in range(state.counters[C_NUM_MOVING]):
         slot = state.moving[at]
         left = int(state.move_left_bytes[slot] / limits.kv_token_bytes) + 1
@@ -481,20 +493,25 @@ def start_moves(state: State, limits: Limits, rules: Rules, is_measured: bool) -
     slots, ranks, counters = state.slots, state.ranks, state.counters
     size = counters[C_HIGH_WATER]
     sequence_slot = np.empty(size, np.int64)
+    sequence_rank = np.empty(size, np.int64)
+    sequence_kv = np.empty(size, np.int64)
+    is_movable = np.empty(size, np.bool_)
     num_sequences = 0
     for slot in range(size):
         if slots[S_STATUS, slot] == RUNNING:
             sequence_slot[num_sequences] = slot
+            sequence_rank[num_sequences] = slots[S_RANK, slot]
+            sequence_kv[num_sequences] = slots[S_TOKENS, slot]
+            is_movable[num_sequences] = True
             num_sequences += 1
-    sequence_slot = sequence_slot[:num_sequences]
-    sequence_rank = slots[S_RANK][sequence_slot]
+    sequence_rank = sequence_rank[:num_sequences]
     order, start = sort_by_rank(sequence_rank, limits.num_ranks)
     running, kv, room, link = _planned_load(state, limits)
     move_sequence = np.empty(max(1, rules.max_moves), np.int64)
     move_to = np.empty(max(1, rules.max_moves), np.int64)
     num_moves = plan_moves(
-        slots[S_TOKENS][sequence_slot],
-        np.ones(num_sequences, np.bool_),
+        sequence_kv,
+        is_movable,
         order,
         start,
         running,
@@ -660,7 +677,9 @@ def calibrate(
 ) -> None:
     """As `StepPrices.observe`: learn from a step as explained by the costliest rank."""
     ranks = state.ranks
-    prices = start_prices * state.factors
+    prices = np.empty(3, np.float64)
+    for row in range(3):
+        prices[row] = start_prices[row] * state.factors[row]
     slowest = 0
     slowest_cost = -1.0
     for rank in range(limits.num_ranks):
@@ -677,7 +696,8 @@ def calibrate(
     fit_if_due(state.sums, state.targets, state.factors, state.counters[C_STEP] + 1)
     if state.counters[C_STEP] + 1 >= MIN_STEPS:
         for rank in range(limits.num_ranks):
-            state.own_prices[:, rank] = start_prices * state.factors
+            for row in range(3):
+                state.own_prices[row, rank] = start_prices[row] * state.factors[row]
 
 
 @njit(cache=True)
@@ -702,7 +722,8 @@ def run_group(
     max_slots = max(1, concurrency if limits.is_closed else num_requests)
     state = make_state(limits, rules, max_slots, num_requests)
     for rank in range(limits.num_ranks):
-        state.own_prices[:, rank] = start_prices
+        for row in range(3):
+            state.own_prices[row, rank] = start_prices[row]
     counters = state.counters
     now_ns = 0.0
     for step in range(num_steps):
