@@ -13,8 +13,6 @@ numbers and turned into one event when it does; the connection cuts it off if th
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import structlog
-
 from dsched.clock import Clock
 from dsched.controller.request import ControlPlane, RequestError, RequestFinish
 from dsched.drivers.base import FinishReason
@@ -25,8 +23,6 @@ from dsched.frontdoor.format import AnswerFormat, LogprobWriter, Usage
 from dsched.frontdoor.stats import Api, ModelStats, Outcome, RequestRecord
 from dsched.frontdoor.text import Detokenizer, StopFinder
 from dsched.ids import RequestId
-
-log = structlog.get_logger(__name__)
 
 MAX_PENDING_TOKENS = 1 << 16
 """Tokens kept for a client that does not read; one that is further behind is cut off."""
@@ -80,7 +76,7 @@ class Answer:
         control: ControlPlane,
         clock: Clock,
         stats: ModelStats,
-        on_end: Callable[["Answer", RequestRecord, int], None],
+        on_end: Callable[[RequestRecord, int, str | None, int], None],
         request_id: RequestId,
         api: Api,
         model: str,
@@ -331,17 +327,4 @@ class Answer:
             duration_ns=now_ns - self._start_ns,
             ttft_ns=None if first_ns is None else first_ns - self._start_ns,
         )
-        log.info(
-            "request.finished",
-            request_id=self.request_id,
-            model=self.model,
-            api=self.api.value,
-            outcome=outcome.value,
-            status=status,
-            code=code,
-            prompt_tokens=self._num_prompt_tokens,
-            output_tokens=self._num_output_tokens,
-            duration_ms=record.duration_ns // 1_000_000,
-            ttft_ms=None if record.ttft_ns is None else record.ttft_ns // 1_000_000,
-        )
-        self._on_end(self, record, num_cached_tokens)
+        self._on_end(record, status, code, num_cached_tokens)

@@ -14,6 +14,8 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+import structlog
+
 from dsched.clock import Clock, wall_time_s
 from dsched.config import FrontDoorConfig
 from dsched.controller.request import ControlPlane, InferenceRequest, ModelInfo
@@ -24,7 +26,7 @@ from dsched.frontdoor.format import AnswerFormat, LogprobWriter
 from dsched.frontdoor.intake import Intake, make_intake
 from dsched.frontdoor.models import ServedModel
 from dsched.frontdoor.schema import parse_chat, parse_completion
-from dsched.frontdoor.stats import Api, FrontDoorMetrics, FrontDoorStats, RequestRecord
+from dsched.frontdoor.stats import MS, Api, FrontDoorMetrics, FrontDoorStats, RequestRecord
 from dsched.frontdoor.text import Detokenizer, StopFinder
 from dsched.ids import RequestId
 
@@ -64,6 +66,8 @@ class CompletionApi:
         self._open: dict[RequestId, Answer] = {}
         self._num_rendering = 0
         self._threads = ThreadPoolExecutor(NUM_RENDER_THREADS, thread_name_prefix="render")
+        # Bound once: the lazy logger would look its configuration up for every request.
+        self._log = structlog.get_logger(__name__).bind()
         self.is_stopping = False
 
     @property
@@ -200,9 +204,11 @@ class CompletionApi:
 
         future.add_done_callback(rendered)
 
-    def _ended(self, answer: Answer, record: RequestRecord, num_cached_tokens: int) -> None:
-        self._open.pop(answer.request_id, None)
-        stats = self._stats.of(answer.model)
+    def _ended(
+        self, record: RequestRecord, status: int, code: str | None, num_cached_tokens: int
+    ) -> None:
+        del self._open[record.request_id]
+        stats = self._stats.of(record.model)
         stats.num_open -= 1
         key = (record.api, record.outcome)
         stats.num_requests[key] = stats.num_requests.get(key, 0) + 1
@@ -213,6 +219,19 @@ class CompletionApi:
         if record.ttft_ns is not None:
             stats.ttft.observe(record.ttft_ns)
         self._metrics.on_request_end(record)
+        self._log.info(
+            "request.finished",
+            request_id=record.request_id,
+            model=record.model,
+            api=record.api.value,
+            outcome=record.outcome.value,
+            status=status,
+            code=code,
+            prompt_tokens=record.num_prompt_tokens,
+            output_tokens=record.num_output_tokens,
+            duration_ms=record.duration_ns // MS,
+            ttft_ms=None if record.ttft_ns is None else record.ttft_ns // MS,
+        )
 
 
 class Call:

@@ -141,6 +141,7 @@ class ClientConnection(asyncio.Protocol):
         "_job",
         "_num_body_bytes",
         "_num_drained",
+        "_num_fed",
         "_num_raw_bytes",
         "_parser",
         "_phase",
@@ -173,6 +174,7 @@ class ClientConnection(asyncio.Protocol):
         self._has_stream = False
         self._is_chunked = False
         self._num_drained = 0
+        self._num_fed = 0
         self._stalled_until_s = NEVER
         self.deadline_s = NEVER
         self.is_writable = True
@@ -370,6 +372,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _feed(self, data: bytes) -> None:
         self._has_completed = False
+        self._num_fed = len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -497,9 +500,11 @@ class ClientConnection(asyncio.Protocol):
         if self._is_deaf:
             return
         self._phase = Phase.BODY
-        size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers)
-        if not self._check_head_bytes(size):
-            return
+        # Only a read that holds more than the limit can hold a head above it.
+        if self._num_raw_bytes + self._num_fed > self._server.settings.max_header_bytes:
+            size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+            if not self._check_head_bytes(size):
+                return
         error = self._head_refusal()
         if error is not None:
             self._give_up(error)

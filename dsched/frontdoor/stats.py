@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from dsched.ids import RequestId
+
 MS = 1_000_000
 
 TTFT_BOUNDS_NS = tuple(
@@ -114,7 +116,7 @@ class FrontDoorStats:
 class RequestRecord:
     """One request, when it has ended."""
 
-    request_id: str
+    request_id: RequestId
     model: str
     api: Api
     outcome: Outcome

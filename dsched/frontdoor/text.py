@@ -28,8 +28,13 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
+        prime = _clean_suffix(tokenizer, prompt_token_ids)
+        if prime is not None:
+            self._stream = DecodeStream(ids=prime, skip_special_tokens=True)
+            return
+        # The prompt ends inside a character: only a decoder that saw it grow knows what is new.
         self._stream = DecodeStream(skip_special_tokens=True)
-        for token_id in _clean_suffix(tokenizer, prompt_token_ids):
+        for token_id in prompt_token_ids[-_MAX_PRIME_TOKENS:]:
             self.feed(token_id)
 
     def feed(self, token_id: int) -> str:
@@ -51,15 +56,15 @@ class Detokenizer:
         return self._stream.step(self._tokenizer, token_id) or ""
 
 
-def _clean_suffix(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
-    """Return the last few prompt tokens, beginning at the start of a character if possible."""
-    if not token_ids:
-        return ()
+def _clean_suffix(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int] | None:
+    """Return the last few prompt tokens whose text is whole; `None` if there are none such."""
     for count in range(_PRIME_TOKENS, _MAX_PRIME_TOKENS):
-        suffix = token_ids[-count:]
-        if count >= len(token_ids) or _REPLACEMENT not in tokenizer.decode(list(suffix)):
+        suffix = list(token_ids[-count:])
+        if _REPLACEMENT not in tokenizer.decode(suffix):
             return suffix
-    return token_ids[-_PRIME_TOKENS:]
+        if count >= len(token_ids):
+            break
+    return None
 
 
 class StopFinder:

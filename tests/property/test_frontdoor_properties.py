@@ -146,20 +146,26 @@ async def _garbage(data: bytes) -> None:
         await door.stop(0)
 
 
+FRAGMENTS = [
+    b"POST /v1/completions HTTP/1.1\r\n",
+    b"GET / HTTP/1.0\r\n",
+    b"host: t\r\n",
+    b"\r\n",
+    b"content-length: 2\r\n",
+    b"transfer-encoding: chunked\r\n",
+    b"{}",
+    b"0\r\n\r\n",
+    b"expect: 100-continue\r\n",
+    b"connection: upgrade\r\nupgrade: x\r\n",
+    b"5\r\nabc",
+]
+BYTES = st.one_of(
+    st.binary(max_size=200), st.lists(st.sampled_from(FRAGMENTS), max_size=10).map(b"".join)
+)
+
+
 @settings(deadline=None, max_examples=25)
-@given(
-    st.one_of(
-        st.binary(max_size=200),
-        st.lists(
-            st.sampled_from([
-                b"POST /v1/completions HTTP/1.1\r\n", b"GET / HTTP/1.0\r\n", b"host: t\r\n",
-                b"\r\n", b"content-length: 2\r\n", b"transfer-encoding: chunked\r\n", b"{}", b"0\r\n\r\n",
-                b"expect: 100-continue\r\n", b"connection: upgrade\r\nupgrade: x\r\n", b"5\r\nabc",
-            ]),
-            max_size=10,
-        ).map(b"".join),
-    )
-)  # fmt: skip
+@given(BYTES)
 def test_process_survives_every_byte(data: bytes) -> None:
     """What is not HTTP ends the connection, or gets an answer that is."""
     asyncio.run(_garbage(data))
