@@ -116,9 +116,10 @@ def fit_temperatures(
 ) -> Temperatures:
     """Fit one temperature a position, left to right, to the outcomes of N draft blocks.
 
-    `confidence` [N, K] in [0, 1]; `accepted` [N] draft tokens kept; `verified` [N] verify lengths
-    (default K). For each position the temperature in `TEMPERATURES` with the least expected
-    calibration error of the product of calibrated confidences; of equal ones the nearest to 1.
+    `confidence` [N, K] in [0, 1]; `accepted` [N] draft tokens kept, or [N, K] whether each was
+    (those behind a rejected one do not count); `verified` [N] verify lengths (default K).
+    For each position the temperature in `TEMPERATURES` with the least expected calibration error of
+    the product of calibrated confidences; of equal ones the nearest to 1.
 
     Raises ValueError, with the value and the rule.
     """
@@ -127,6 +128,8 @@ def fit_temperatures(
         raise ValueError(f"confidence has shape {values.shape}; it must be [blocks, positions]")
     num_blocks, num_positions = values.shape
     kept = np.asarray(accepted, dtype=np.int64)
+    if kept.ndim == 2:
+        kept = _leading_ones(kept)
     most = (
         np.full(num_blocks, num_positions)
         if verified is None
@@ -163,6 +166,15 @@ def fit_temperatures(
         ece_before=tuple(before),
         ece_after=tuple(after),
     )
+
+
+def _leading_ones(accepted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[N] tokens kept of [N, K] outcomes, 0 or 1."""
+    wrong = (accepted != 0) & (accepted != 1)
+    if wrong.any():
+        raise ValueError(f"accepted holds {accepted[wrong][0]}; outcomes are 0 or 1")
+    counts: NDArray[np.int64] = np.cumprod(accepted, axis=1).sum(axis=1)
+    return counts
 
 
 class OnlineCalibration:

@@ -189,7 +189,8 @@ def plan_verify_lengths(
     """
     matrix = _as_matrix(confidence, "confidence")
     num_requests, num_positions = matrix.shape
-    mode = VerifyMode(mode)
+    if type(mode) is not VerifyMode:
+        mode = VerifyMode(mode)
     if matrix.size > MAX_TOKENS:
         raise ValueError(
             f"{num_requests} requests of {num_positions} draft tokens are more than the "
@@ -385,25 +386,24 @@ def _make_cost(
 
 def _as_matrix(values: ArrayLike, name: str) -> NDArray[Any]:
     """`values` as the kernels take them: C-ordered float32 or float64 [R, K]."""
-    matrix = np.asarray(values)
+    matrix = np.asarray(values, order="C")
     if matrix.dtype.char not in "fd":
         matrix = matrix.astype(np.float64)
     if matrix.ndim != 2:
         raise ValueError(f"{name} has shape {matrix.shape}; it must be [requests, positions]")
-    return np.ascontiguousarray(matrix)
+    return matrix
 
 
 def _as_steps(history: ArrayLike, confidence: NDArray[Any]) -> NDArray[Any]:
     """`history` [R, K] or [H, R, K] as [H * R, K]."""
     steps = np.asarray(history)
-    is_right = steps.ndim in (2, 3) and steps.shape[-2:] == confidence.shape
-    if not is_right or (steps.ndim == 3 and not len(steps)):
+    if steps.shape == confidence.shape:
+        return _as_matrix(steps, "history")
+    if steps.ndim != 3 or steps.shape[1:] != confidence.shape or not len(steps):
         raise ValueError(f"history has shape {steps.shape} and confidence {confidence.shape}")
     if steps.size > MAX_TOKENS:
         raise ValueError(f"history holds {steps.size} tokens; {MAX_TOKENS} are the most")
-    if steps.ndim == 3:
-        steps = steps.reshape(len(steps) * len(confidence), confidence.shape[1])
-    return _as_matrix(steps, "history")
+    return _as_matrix(steps.reshape(len(steps) * len(confidence), confidence.shape[1]), "history")
 
 
 def _as_counts(

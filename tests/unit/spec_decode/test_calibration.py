@@ -69,6 +69,16 @@ class TestFitTemperatures:
         assert product_error(fit.apply(shown), accepted) == pytest.approx(max(fit.ece_after))
         assert (fit.num_samples, fit.dataset) == (10_000, "simulated")
 
+    def test_outcomes_of_each_token_are_understood_too(self) -> None:
+        """What comes behind a rejected token does not count, whatever it says."""
+        confidence = np.random.default_rng(0).uniform(0.1, 0.9, (200, 2))
+        kept = np.random.default_rng(1).integers(0, 3, 200)
+        outcomes = np.stack((kept >= 1, np.where(kept == 0, kept % 2 == 0, kept >= 2)), axis=1)
+
+        assert fit_temperatures(confidence, outcomes) == fit_temperatures(confidence, kept)
+        with pytest.raises(ValueError, match="accepted holds 2"):
+            fit_temperatures([[0.5, 0.5]], [[2, 0]])
+
     def test_true_confidences_stay(self) -> None:
         trace = draft_trace(2, num_requests=100, num_steps=100)
 
