@@ -17,6 +17,7 @@ While in use the model learns a factor for each part (`observe`, see `dsched.cos
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -194,6 +195,8 @@ class PrefillCostModel:
         if not budget_seconds >= 0:
             raise ValueError(f"budget_seconds is {budget_seconds}; it must not be negative")
         limit = MAX_CHUNK_TOKENS if num_remaining_tokens is None else num_remaining_tokens
+        if num_past_tokens < 0 or limit < 0:
+            raise ValueError(f"{limit} tokens after {num_past_tokens} cannot be computed")
         arrays = self.arrays
         chunk = kernels.largest_chunk(
             arrays.knot_tokens,
@@ -298,9 +301,9 @@ class PrefillCostModel:
 def _chunk_lists(
     num_tokens: int | Sequence[int], num_past_tokens: int | Sequence[int]
 ) -> tuple[Sequence[int], Sequence[int]]:
-    if isinstance(num_tokens, int) and isinstance(num_past_tokens, int):
-        chunks: Sequence[int] = (num_tokens,)
-        pasts: Sequence[int] = (num_past_tokens,)
+    if np.ndim(num_tokens) == 0 and np.ndim(num_past_tokens) == 0:
+        chunks: Sequence[int] = (cast("int", num_tokens),)
+        pasts: Sequence[int] = (cast("int", num_past_tokens),)
     else:
         chunks = whole_numbers(num_tokens, "num_tokens", minimum=1).tolist()
         pasts = whole_numbers(num_past_tokens, "num_past_tokens", minimum=0).tolist()

@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsched.costs import DecodeCostModel, PrefillCostModel
-from dsched.costs.kernels import step_parts
+from dsched.costs.kernels import curve_ns, step_parts
+from dsched.costs.online import OnlineFactors
 from dsched.errors import InvariantError
 from dsched.ids import RequestId
 from dsched.scheduler import kernels
@@ -372,8 +373,20 @@ class StepPlanner:
             self._free_slots.append(slot)
 
     def _warm_up(self) -> None:
-        """Compile (or load) every kernel now: the first step must not wait for it."""
+        """Compile (or load) every kernel now: no step must wait for it."""
         self._run(self._buffers[0])
+        base, buffer = self.prefill_cost.base, self._buffers[0]
+        step_parts(
+            base.knot_tokens,
+            base.knot_ns,
+            base.coefficients,
+            buffer.num_tokens[:0],
+            buffer.past[:0],
+            0,
+            self._prefill_parts,
+        )
+        curve_ns(*self.decode_cost.curve.arrays(), 1)
+        OnlineFactors(2).observe(np.ones(2), 2.0)
 
 
 class _PlanBuffer:

@@ -201,6 +201,16 @@ def test_budgets_and_alignments_that_cannot_be_are_refused() -> None:
         v4_flash().max_chunk(math.nan, 0)
     with pytest.raises(ValueError, match="alignment is 0"):
         v4_flash().max_chunk(1, 0, alignment=0)
+    with pytest.raises(ValueError, match="after -1 cannot be computed"):
+        v4_flash().max_chunk(1, -1)
+    with pytest.raises(ValueError, match="-5 tokens after 0"):
+        v4_flash().max_chunk(1, 0, num_remaining_tokens=-5)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """A chunk taken out of an array is a chunk."""
+    assert v4_flash().predict(np.int64(2048), np.int64(0)) == v4_flash().predict(2048, 0)
+    assert v4_flash().predict(np.array([2048]), np.array([0])) == v4_flash().predict(2048, 0)
 
 
 def test_json_keeps_what_was_fitted_and_learned() -> None:
