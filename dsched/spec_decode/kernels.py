@@ -29,9 +29,9 @@ ONE = 1 << UNIT_BITS
 NOT_DRAFTED = -1
 """Marks a place in a survival array where no draft token exists."""
 
-MAX_TOKENS = 1 << 16
-"""Draft tokens in one plan at most: above this a histogram cell (count and sum in one 64-bit
-number) could overflow."""
+MAX_TOKENS = (1 << 16) - 1
+"""Draft tokens in one plan at most: with one more, all certain, the sum in a histogram cell would
+run into the count (both share one 64-bit number)."""
 
 TIE_GAIN = 1.0 + 1e-9
 """A larger budget must be better by this factor; below it the gain is rounding and fewer win."""

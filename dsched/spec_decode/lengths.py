@@ -179,7 +179,7 @@ def plan_verify_lengths(
     request). `budget` sets the number of draft tokens instead of searching it, e.g. what an EP
     group agreed on. `fixed_length` is the length of the mode `fixed` (default K).
 
-    At most 65 536 draft tokens. Raises ValueError, with the value and the rule.
+    At most 65 535 draft tokens. Raises ValueError, with the value and the rule.
 
     >>> curve = StepCostCurve.from_samples(range(1, 65), [(10 + b / 2) / 1e3 for b in range(1, 65)])
     >>> confidence = [[0.9, 0.8, 0.5], [0.6, 0.5, 0.9], [0.95, 0.9, 0.9]]

@@ -328,8 +328,18 @@ class TestWrongInput:
             plan_verify_lengths(THREE, step_cost=LINE, context=ContextCost(**fields))
 
     def test_more_tokens_than_a_plan_can_hold(self) -> None:
-        with pytest.raises(ValueError, match="65536"):
+        with pytest.raises(ValueError, match="65535"):
             plan_verify_lengths(np.full((13_108, 5), 0.5), step_cost=LINE)
+
+    def test_as_many_tokens_as_a_plan_can_hold(self) -> None:
+        """All certain: the sums are the largest there can be."""
+        certain = np.ones((13_107, 5), dtype=np.float32)
+
+        plan = plan_verify_lengths(certain, step_cost=LINE, history=certain)
+
+        assert plan.budget == 65_535
+        assert plan.lengths.min() == 5
+        assert plan.expected_emitted == 13_107 * 6
 
 
 @pytest.mark.parametrize("mode", list(VerifyMode))
