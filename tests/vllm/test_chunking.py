@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 STATE_DIR = Path(__file__).parents[2] / ".dsched" / "tests"
 SCRIPT = Path(__file__).parent / "chunking_run.py"
+TWIN = Path(__file__).parent / "chunking_twin.py"
 NUM_REPEATS = 7
 SHORT, LONG = 120, 900
 
@@ -127,3 +128,25 @@ def test_longest_gap_of_a_running_stream_is_shorter(ours: dict[str, Any]) -> Non
 def test_measured_steps_teach_the_models(ours: dict[str, Any]) -> None:
     """Every step that ran as planned is learned from."""
     assert ours["num_observed"] > 5 * NUM_REPEATS / 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [("sync", "DschedScheduler"), ("async", "DschedAsyncScheduler")]
+)
+def test_real_schedulers_serve_everything_under_planned_chunks(
+    model: Path, mode: str, name: str
+) -> None:
+    """Without a model, so that the asynchronous class runs too: with preemption, prefix hits and
+    aborts every request ends with its tokens, and no chunk is larger than planned."""
+    answer = json.loads(run_engine_python(str(TWIN), str(model), mode, "7").splitlines()[-1])
+
+    assert answer["class"] == name
+    assert answer["num_requests"] > 40
+    assert answer["num_left"] == answer["num_planner_left"] == 0
+    assert answer["num_wrong"] == 0
+    assert answer["num_over"] == 0
+    assert answer["num_chunks"] > 1.5 * answer["num_requests"]
+    assert answer["num_preempted"] > 0
+    assert answer["num_differed"] < answer["num_chunks"] / 4
+    assert answer["is_on"]
+    assert answer["num_errors"] == 0
