@@ -192,11 +192,14 @@ def compare_policies(run: Run, costs: Sequence[SpecCost]) -> Iterator[Row]:
                     Planned(),
                     Planned(name="synchronous", mode="synchronous"),
                     Planned(name="bound", uses_current=True),
+                    Planned(name="bound, always drafting", uses_current=True, has_gate=False),
                     Oracle(),
                 ]
                 for policy in policies:
                     rate = policy.run(trace, cost).tokens_per_s
                     reached.setdefault(policy.name, []).append(rate)
+            bounds = (reached["bound"], reached["bound, always drafting"])
+            reached["bound"] = [max(pair) for pair in zip(*bounds, strict=True)]
             for mode, by_size in shares.items():
                 share = percent(reached[mode], reached["bound"], offset=0.0)
                 by_size.setdefault(num_requests, []).append((cost.name, share))
@@ -277,6 +280,7 @@ def compare_groups(run: Run) -> Iterator[Row]:
 def compare_tables(run: Run, costs: Sequence[SpecCost]) -> Iterator[Row]:
     """What wrong cost tables cost: worst mean over curves and batch sizes."""
     tiers = graph_tiers()
+    num_steps = max(run.num_steps, 300)
     losses: dict[str, list[tuple[str, list[float]]]] = {}
     for cost in costs:
         truth = cost.step_cost.seconds(np.array(tiers))
@@ -286,12 +290,12 @@ def compare_tables(run: Run, costs: Sequence[SpecCost]) -> Iterator[Row]:
             by_kind: dict[str, list[float]] = {}
             for seed in run.seeds:
                 trace = draft_trace(
-                    seed, num_requests=num_requests, num_steps=run.num_steps, mixes=cost.mixes
+                    seed, num_requests=num_requests, num_steps=num_steps, mixes=cost.mixes
                 )
                 noise = stream(seed, "spec-table-noise").normal(0.0, 0.1, len(tiers))
                 noisy = StepCostCurve.from_samples(tiers, truth * (1.0 + noise), tiers=tiers)
                 half = StepCostCurve.from_samples(tiers, bent, tiers=tiers)
-                learning = run.num_steps // 2
+                learning = num_steps // 2
                 exact = Planned(learning_steps=learning).run(trace, cost).tokens_per_s
                 for kind, policy in (
                     (

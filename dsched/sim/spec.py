@@ -337,13 +337,16 @@ class Planned:
             memory.release(np.flatnonzero(trace.is_new[step]))
             if self.has_gate and not gate.is_drafting:
                 gate.apply(draft_gain=None, num_requests=num_requests)
+                seconds = cost.step_cost.seconds(num_requests)
                 meter.add(
                     emitted=num_requests,
-                    seconds=cost.step_cost.seconds(num_requests)
-                    + (draft_seconds if gate.is_drafting else 0.0),
+                    seconds=seconds + (draft_seconds if gate.is_drafting else 0.0),
                     verified=0,
                     num_requests=num_requests,
                 )
+                if self.is_tracked:
+                    tracker.apply(num_tokens=num_requests, seconds=seconds)
+                    curve = tracker.curve
                 continue
             plan = plan_verify_lengths(
                 confidence,

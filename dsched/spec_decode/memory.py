@@ -70,42 +70,78 @@ class DraftGate:
     """Whether to draft for the next step.
 
     Drafting stops when it has been a loss, and is tried again when the batch has become smaller or
-    after a while: without drafts there are no confidences that could say it would pay now.
+    after a while: without drafts there are no confidences that could say it would pay now. The
+    other way round, a step now and then goes without: an engine that always drafts never measures
+    what such a step costs, and a wrong guess would last. The more drafting gains the seldomer, so
+    that the doubt costs less than `DOUBT_GAIN / doubt_every_steps` of the throughput.
     """
 
+    DOUBT_GAIN: Final = 0.1
+    """Gain up to which a step goes without a draft every `doubt_every_steps`; twice the gain, half
+    as often."""
+    FIRST_DOUBT_STEPS: Final = 32
+    """Steps before the first doubt; the pause doubles up to `doubt_every_steps`."""
+
     def __init__(
-        self, *, margin: float = 0.005, patience_steps: int = 8, probe_every_steps: int = 256
+        self,
+        *,
+        margin: float = 0.005,
+        patience_steps: int = 8,
+        probe_every_steps: int = 256,
+        doubt_every_steps: int = 64,
     ) -> None:
         """`margin`: drafting starts again when it gains more than this, and stops when it loses
         anything on average. `patience_steps`: over how many steps the gain is averaged; fewer
-        follow chance. `probe_every_steps`: pause between tries; each costs a draft."""
-        if margin < 0.0 or patience_steps < 1 or probe_every_steps < 1:
+        follow chance. `probe_every_steps`: pause between tries while it is off; each costs a draft.
+        `doubt_every_steps`: pause between steps without a draft; each costs the gain."""
+        counts = (patience_steps, probe_every_steps, doubt_every_steps)
+        if margin < 0.0 or min(counts) < 1:
             raise ValueError(
-                f"margin {margin} must not be negative, patience_steps {patience_steps} and "
-                f"probe_every_steps {probe_every_steps} must be positive"
+                f"margin {margin} must not be negative, patience_steps {patience_steps}, "
+                f"probe_every_steps {probe_every_steps} and doubt_every_steps {doubt_every_steps} "
+                "must be positive"
             )
         self.is_drafting = True
         self._margin = margin
         self._weight = 1.0 / patience_steps
         self._probe_every_steps = probe_every_steps
+        self._doubt_every_steps = doubt_every_steps
+        self._doubt_after_steps = min(self.FIRST_DOUBT_STEPS, doubt_every_steps)
         self._mean_gain: float | None = None
         self._steps_off = 0
+        self._steps_on = 0
+        self._is_doubting = False
         self._requests_when_stopped = 0
 
     def apply(self, *, draft_gain: float | None, num_requests: int) -> None:
         """Note a step: the plan's `draft_gain`, or None if nothing was drafted for it."""
         if draft_gain is None:
-            self._steps_off += 1
-            is_smaller = num_requests < 0.9 * self._requests_when_stopped
-            self.is_drafting = is_smaller or self._steps_off >= self._probe_every_steps
+            self._apply_without(num_requests)
             return
         if self._mean_gain is None:
             # The first step of a try decides alone whether the try goes on.
             self._mean_gain = draft_gain - (self._margin if self._steps_off else 0.0)
         else:
             self._mean_gain += self._weight * (draft_gain - self._mean_gain)
-        self.is_drafting = self._mean_gain >= 0.0
-        if not self.is_drafting:
+        self._steps_on += 1
+        if self._mean_gain < 0.0:
+            self.is_drafting = False
             self._mean_gain = None
-            self._steps_off = 0
+            self._steps_off = self._steps_on = 0
             self._requests_when_stopped = num_requests
+        elif self._steps_on >= self._doubt_after_steps * max(
+            1.0, self._mean_gain / self.DOUBT_GAIN
+        ):
+            self.is_drafting = False
+            self._is_doubting = True
+            self._steps_on = 0
+            self._doubt_after_steps = min(2 * self._doubt_after_steps, self._doubt_every_steps)
+
+    def _apply_without(self, num_requests: int) -> None:
+        if self._is_doubting:
+            self._is_doubting = False
+            self.is_drafting = True
+            return
+        self._steps_off += 1
+        is_smaller = num_requests < 0.9 * self._requests_when_stopped
+        self.is_drafting = is_smaller or self._steps_off >= self._probe_every_steps

@@ -56,14 +56,17 @@ def test_steps_averaged_over(num_requests: int, num_steps: int) -> None:
 class TestDraftGate:
     def test_drafts_while_it_pays(self) -> None:
         gate = DraftGate()
-        for _ in range(100):
-            gate.apply(draft_gain=0.1, num_requests=10)
+        skipped = 0
+        for _ in range(1_000):
+            gate.apply(draft_gain=0.1 if gate.is_drafting else None, num_requests=10)
+            skipped += not gate.is_drafting
 
-        assert gate.is_drafting
+        assert 0 < skipped < 20
 
     def test_one_bad_step_among_good_ones_does_not_stop_it(self) -> None:
         gate = DraftGate(patience_steps=8)
         for gain in [0.2] * 20 + [-0.3]:
+            assert gate.is_drafting
             gate.apply(draft_gain=gain, num_requests=10)
 
         assert gate.is_drafting
@@ -103,6 +106,17 @@ class TestDraftGate:
         gate.apply(draft_gain=0.04, num_requests=10)
 
         assert not gate.is_drafting
+
+    @pytest.mark.parametrize(("gain", "skipped"), [(0.05, [32, 97, 162]), (0.2, [64, 193])])
+    def test_it_is_doubted_now_and_then(self, gain: float, skipped: list[int]) -> None:
+        """After 32 steps, then every 64; half as often with twice the gain."""
+        gate = DraftGate()
+        drafts = []
+        for _ in range(200):
+            drafts.append(gate.is_drafting)
+            gate.apply(draft_gain=gain if gate.is_drafting else None, num_requests=10)
+
+        assert [step for step, is_drafting in enumerate(drafts) if not is_drafting] == skipped
 
     def test_wrong_settings(self) -> None:
         with pytest.raises(ValueError, match="patience_steps 0"):
