@@ -1,0 +1,328 @@
+"""Policies: what is refused at the start, and what a bad one costs at run time."""
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsched.clock import ManualClock, SystemClock
+from dsched.errors import ConfigError
+from dsched.ids import DpRank, EngineId
+from dsched.plugins import (
+    BREAKER_FAILURES,
+    BREAKER_PAUSE_NS,
+    AdmissionPolicy,
+    FailureReason,
+    PolicyGuard,
+    RankCandidate,
+    RequestView,
+    RoutingFilter,
+    RoutingPolicies,
+    RoutingPolicy,
+    RoutingScorer,
+    check_admission,
+    check_flags,
+    check_policy,
+    check_position,
+    check_scores,
+    load_policy,
+)
+
+REQUEST = RequestView(model="m", num_prompt_tokens=10, max_output_tokens=5)
+ROUTING = (RoutingPolicy, RoutingFilter, RoutingScorer)
+
+
+def candidates(count: int = 3) -> tuple[RankCandidate, ...]:
+    return tuple(
+        RankCandidate(
+            engine_id=EngineId("e"),
+            dp_rank=DpRank(rank),
+            num_running=rank,
+            num_kv_tokens=10 * rank,
+            kv_capacity_tokens=100,
+            cost_ns=float(rank),
+        )
+        for rank in range(count)
+    )
+
+
+class Picker:
+    """A policy that does what it is told."""
+
+    api_version = 1
+    name = "picker"
+
+    def __init__(self, answer: object = 1) -> None:
+        self.answer = answer
+
+    def pick(self, request: RequestView, candidates: Sequence[RankCandidate]) -> Any:  # noqa: ANN401
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer() if callable(self.answer) else self.answer
+
+
+def ask(policy: object, **options: Any) -> tuple[Any, PolicyGuard[Any]]:  # noqa: ANN401
+    guard: PolicyGuard[Any] = PolicyGuard(policy, **options)
+    policies = RoutingPolicies([(guard, 1.0)])
+    try:
+        return policies.choose(REQUEST, candidates()), guard
+    finally:
+        policies.close()
+
+
+def test_a_good_policy_decides() -> None:
+    """Its position among the candidates is the answer, with its name."""
+    answer, guard = ask(Picker(2))
+
+    assert answer == (2, "picker")
+    assert sum(guard.num_failures.values()) == 0
+
+
+def test_none_leaves_it_to_the_default_and_is_no_failure() -> None:
+    answer, guard = ask(Picker(None))
+
+    assert answer is None
+    assert sum(guard.num_failures.values()) == 0
+
+
+class ReprRaises:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def endless() -> None:
+    while True:
+        pass
+
+
+def hoard() -> None:
+    kept = []
+    while True:
+        kept.append(bytearray(4096))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (ValueError("broken"), FailureReason.RAISED),
+        (KeyboardInterrupt, FailureReason.RAISED),
+        (3, FailureReason.WRONG_ANSWER),
+        (-1, FailureReason.WRONG_ANSWER),
+        (True, FailureReason.WRONG_ANSWER),
+        (float("nan"), FailureReason.WRONG_ANSWER),
+        ("0", FailureReason.WRONG_ANSWER),
+        (ReprRaises(), FailureReason.WRONG_ANSWER),
+        (lambda: time.sleep(0.2), FailureReason.TIMEOUT),
+        (endless, FailureReason.TIMEOUT),
+        (hoard, FailureReason.TIMEOUT),
+    ],
+    ids=[
+        *("raises", "interrupts", "beyond", "negative", "bool", "nan", "text", "no repr"),
+        *("sleeps", "loops", "hoards"),
+    ],
+)
+def test_a_bad_policy_costs_one_preference(answer: object, reason: FailureReason) -> None:
+    """The default decides, the reason is counted, the caller goes on soon."""
+    if isinstance(answer, type):
+        answer = _raiser(answer)
+    start_ns = SystemClock().now_ns()
+
+    result, guard = ask(Picker(answer), budget_ns=30_000_000)
+
+    assert result is None
+    assert guard.num_failures[reason] == 1
+    assert SystemClock().now_ns() - start_ns < 10_000_000_000
+
+
+def _raiser(error: type[BaseException]) -> Any:  # noqa: ANN401
+    def raise_it() -> None:
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize("runaway", [endless, hoard])
+def test_a_policy_that_never_ends_is_interrupted(runaway: Any) -> None:  # noqa: ANN401
+    """Its thread ends, and what it hoarded is free again."""
+    ask(Picker(runaway), budget_ns=20_000_000)
+
+    for _ in range(500):
+        if not any(thread.name == "policy picker" for thread in threading.enumerate()):
+            break
+        time.sleep(0.01)
+    gc.collect()
+
+    assert not any(thread.name == "policy picker" for thread in threading.enumerate())
+
+
+def test_the_guard_works_after_a_timeout() -> None:
+    """The next call has a fresh thread."""
+    answers = iter([endless, 1])
+    policy = Picker()
+    policy.answer = lambda: (lambda a: a() if callable(a) else a)(next(answers))
+    guard: PolicyGuard[Any] = PolicyGuard(policy, budget_ns=50_000_000)
+    policies = RoutingPolicies([(guard, 1.0)])
+
+    first = policies.choose(REQUEST, candidates())
+    second = policies.choose(REQUEST, candidates())
+    policies.close()
+
+    assert (first, second) == (None, (1, "picker"))
+
+
+def test_the_breaker_opens_after_failures_in_a_row_and_gives_one_more_chance() -> None:
+    """While it is open the policy is not called at all."""
+    clock = ManualClock()
+    policy = Picker(ValueError("broken"))
+    guard: PolicyGuard[Any] = PolicyGuard(policy, budget_ns=None, clock=clock)
+    policies = RoutingPolicies([(guard, 1.0)])
+    for _ in range(BREAKER_FAILURES + 3):
+        policies.choose(REQUEST, candidates())
+    assert guard.num_calls == BREAKER_FAILURES
+    assert guard.num_failures[FailureReason.BREAKER_OPEN] == 3
+
+    clock.advance_to(BREAKER_PAUSE_NS)
+    policies.choose(REQUEST, candidates())
+    assert guard.is_breaker_open
+
+    clock.advance_to(2 * BREAKER_PAUSE_NS)
+    policy.answer = 0
+    assert policies.choose(REQUEST, candidates()) == (0, "picker")
+    assert not guard.is_breaker_open
+
+
+class OnlyRank:
+    api_version = 1
+    name = "only"
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def keep(self, request: RequestView, offered: Sequence[RankCandidate]) -> list[bool]:
+        return [each.dp_rank >= self.rank for each in offered]
+
+
+class MostRunning:
+    api_version = 1
+    name = "most"
+
+    def score(self, request: RequestView, offered: Sequence[RankCandidate]) -> Any:  # noqa: ANN401
+        return np.array([-each.num_running for each in offered])
+
+
+def test_filters_come_first_and_scores_count_among_what_is_left() -> None:
+    """Positions are those of the whole offer."""
+    guards = [(PolicyGuard(OnlyRank(1), budget_ns=None), 1.0)]
+    only_filter = RoutingPolicies(guards).choose(REQUEST, candidates())
+    both = RoutingPolicies([*guards, (PolicyGuard(MostRunning(), budget_ns=None), 1.0)])
+
+    assert only_filter == (1, "filter")
+    assert both.choose(REQUEST, candidates()) == (2, "most")
+
+
+def test_a_filter_that_leaves_nobody_counts_for_nothing() -> None:
+    """The default decides among all."""
+    guard = PolicyGuard(OnlyRank(9), budget_ns=None)
+
+    assert RoutingPolicies([(guard, 1.0)]).choose(REQUEST, candidates()) is None
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "message"),
+    [
+        (check_position, 4, "4 is not one of 3 candidates"),
+        (check_scores, [1.0, 2.0], "2 scores for 3 candidates"),
+        (check_scores, [1.0, float("inf"), 0.0], "score 1 is inf"),
+        (check_scores, "abc", "is not a list of scores"),
+        (check_flags, [True, None, False], "is not a list of numbers"),
+    ],
+)
+def test_wrong_answers_are_named(check: Any, answer: object, message: str) -> None:  # noqa: ANN401
+    with pytest.raises(ValueError, match=message):
+        check(answer, num_candidates=3)
+
+
+def test_admission_answers_are_words() -> None:
+    assert check_admission("refuse") == "refuse"
+    with pytest.raises(ValueError, match="neither accept nor refuse"):
+        check_admission("maybe")
+
+
+HEAD = "class Policy:\n    name = 'p'\n    api_version = 1\n"
+PICK = "    def pick(self, request, candidates): ...\n"
+PACKAGES = {
+    "syntax": ("def broken(:\n", "syntax error at .*syntax.*:1"),
+    "imports": ("import not_there_at_all\n", "imports 'not_there_at_all', which is missing"),
+    "raises": ("raise RuntimeError('at import')\n", "cannot be imported: RuntimeError: at import"),
+    "missing": ("x = 1\n", "has no class 'Policy'"),
+    "version": (
+        HEAD.replace("1", "2") + PICK,
+        "api_version is 2; this dsched speaks version 1",
+    ),
+    "unnamed": ("class Policy:\n    api_version = 1\n" + PICK, "needs a name"),
+    "signature": (
+        HEAD + "    def pick(self, request): ...\n",
+        r"pick\(\) does not take \(request, candidates\)",
+    ),
+    "coroutine": (HEAD + PICK.replace("def", "async def"), r"pick\(\) must not be async"),
+    "methodless": (HEAD, r"has no method pick\(\) or keep\(\) or score\(\)"),
+    "constructor": (
+        HEAD + "    def __init__(self, weight): ...\n" + PICK,
+        r"routing.policy_args: .*missing a required argument: 'weight'",
+    ),
+    "making": (
+        HEAD + "    def __init__(self): 1 / 0\n" + PICK,
+        "cannot be made: ZeroDivisionError",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PACKAGES)
+def test_a_package_that_cannot_work_is_one_line_at_the_start(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line names the key and what is wrong."""
+    source, message = PACKAGES[case]
+    module = f"policy_case_{case}"
+    (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_policy(ROUTING, f"{module}:Policy", {}, path="$.routing.policy")
+
+    assert "\n" not in str(caught.value)
+    assert "$.routing.policy" in str(caught.value)
+    sys.modules.pop(module, None)
+
+
+@pytest.mark.parametrize("reference", ["no.such.module:X", "nothing_installed"])
+def test_a_reference_to_nothing_is_named(reference: str) -> None:
+    with pytest.raises(ConfigError, match=r"no module 'no'|is neither module:Class"):
+        load_policy(ROUTING, reference, {}, path="$.routing.policy")
+
+
+def test_arguments_reach_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keyword arguments come from the configuration."""
+    (tmp_path / "policy_with_args.py").write_text(
+        "class Policy:\n    name = 'p'\n    api_version = 1\n"
+        "    def __init__(self, *, rank=0): self.rank = rank\n"
+        "    def pick(self, request, candidates): return self.rank\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    policy = load_policy(ROUTING, "policy_with_args:Policy", {"rank": 2}, path="$.routing.policy")
+
+    assert ask(policy)[0] == (2, "p")
+    sys.modules.pop("policy_with_args", None)
+
+
+def test_a_kind_that_is_not_wanted_is_refused() -> None:
+    """A routing policy in the place of an admission policy."""
+    with pytest.raises(ConfigError, match=r"has no method admit\(\)"):
+        check_policy(Picker(), (AdmissionPolicy,), where="$.admission.policy: picker")
