@@ -138,6 +138,12 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     max_running_requests: PositiveInt | None = None
     """Requests one DP rank runs at once; default: what it says. Below: the rank idles. Above:
     requests wait inside the engine, where they cannot be moved."""
+    ep_group: str | None = None
+    """Engines of a pool with the same name here form one EP group and fail together; default: the
+    engine is a group by itself."""
+    elastic_ep: bool = False
+    """Its EP group goes on without ranks that it lost. For engines that are started so; with others
+    requests are sent to a group that hangs."""
 
 
 class PoolConfig(Section, frozen=True, kw_only=True):
@@ -241,6 +247,13 @@ class FaultsConfig(Section, frozen=True, kw_only=True):
     handoff_deadline_s: Seconds = 60.0
     """Time a request that lost its engine may wait for another before it ends with an error.
     Below: a restart of the engines cuts answers. Above: clients hang when nothing comes back."""
+    reprefill_tokens_per_rank: Count = 16_384
+    """Prompt tokens of requests that lost their engine which are computed again at the same time,
+    for each DP rank that is up; 0 is no limit. Below: their clients wait longer. Above: new
+    requests wait for their first token after a loss."""
+    spare: Literal["none", "n-1"] = "n-1"
+    """Load that a pool takes: `n-1` runs what its EP groups hold without the largest one, so that a
+    lost group's requests find room; `none` uses all of them. What is above waits at the router."""
 
 
 class AgentConfig(Section, frozen=True, kw_only=True):
@@ -280,10 +293,21 @@ class RegistryConfig(Section, frozen=True, kw_only=True):
     """Who is in the cluster."""
 
     url: str | None = None
-    """`sqlite:///PATH` or `memory://`; default: `registry.sqlite3` in `state_dir`."""
+    """`sqlite:///PATH`, `memory://`, or for several hosts `etcd://HOST:PORT,HOST:PORT/PREFIX`;
+    default: `registry.sqlite3` in `state_dir`."""
     lease_s: Annotated[float, Meta(ge=0.5, le=3_600)] = 10.0
-    """Lifetime of an entry that is not renewed. Below: a short stall looks like a death. Above:
-    the dead stay listed."""
+    """Lifetime of an entry that is not renewed; etcd makes it whole seconds and at least 2. Below:
+    a short stall looks like a death. Above: the dead stay listed."""
+    required: bool = True
+    """End with status 2 when no etcd endpoint answers at the start. `false` starts without, and
+    registers once one does. An outage later ends nothing in either case."""
+    user: str | None = None
+    """Name in an etcd that asks for one; needs `password_file`."""
+    password_file: str | None = None
+    """File that holds that user's password and nothing else."""
+    ca_file: str | None = None
+    """PEM file of the authorities that etcd's certificates come from; every call is TLS then.
+    Default: plain HTTP."""
 
 
 class MetricsConfig(Section, frozen=True, kw_only=True):

@@ -100,7 +100,14 @@ class FleetBuilder:
                 self._add_sim(engine_id, model, _sim_config(self._config.sim, engine))
             else:
                 self._add_vllm(engine_id, engine, model=model)
-            specs.append(EngineSpec(engine_id=engine_id, model=model))
+            specs.append(
+                EngineSpec(
+                    engine_id=engine_id,
+                    model=model,
+                    ep_group=engine.ep_group,
+                    is_elastic=engine.elastic_ep,
+                )
+            )
         self.fleet.models[pool.model.name] = self._served_model(name, pool, kinds)
         return PoolSpec(
             name=name,

@@ -52,6 +52,12 @@ COMMANDS: tuple[CommandRow | GroupRow, ...] = (
         panel=PANEL_SERVE,
     ),
     CommandRow(
+        name="undrain",
+        target="dsched.cli.drain:undrain",
+        help="Put a drained engine back into service.",
+        panel=PANEL_SERVE,
+    ),
+    CommandRow(
         name="workers",
         target="dsched.cli.workers:workers",
         help="List engines and DP ranks with state and load.",

@@ -2,14 +2,20 @@
 
 from collections.abc import Iterator
 
-from dsched.controller import Controller, EngineStatus, RankStatus
+from dsched.controller import Controller, EngineStatus, HandoffGap, RankStatus
+from dsched.controller.spare import UNKNOWN_CAPACITY
 from dsched.drivers.reports import ReportReader
-from dsched.faults import JournalStatus
-from dsched.frontdoor.stats import FrontDoorStats
+from dsched.faults import JournalStatus, MembershipView
+from dsched.frontdoor.stats import FrontDoorStats, LatencyHistogram
 from dsched.metrics import Sample
 from dsched.registry.registration import RegistrationStatus
 
 NS_PER_S = 1_000_000_000
+GAP_PARTS = ("total", "detect", "dispatch", "prefill")
+GAP_BOUNDS_NS = tuple(
+    ms * 1_000_000
+    for ms in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 4_000, 8_000, 16_000, 60_000)
+)
 STATES = ("up", "suspect", "down", "draining")
 
 
@@ -39,13 +45,52 @@ def controller_samples(controller: Controller) -> Iterator[Sample]:
     """Routing, engines and ranks."""
     yield Sample(name="dsched_admission_queue_depth", value=controller.num_waiting_requests)
     yield Sample(name="dsched_membership_epoch", value=controller.membership.epoch)
-    for method, count in controller.num_recoveries.items():
-        yield Sample(name="dsched_handoff_total", value=count, labels=(method.value,))
     for reason, count in controller.num_reports().items():
         if reason != "applied":
             yield Sample(name="dsched_reports_dropped_total", value=count, labels=(reason,))
     for engine in controller.engine_statuses():
         yield from _engine_samples(engine)
+
+
+class FaultStats:
+    """Hears what the controller does about lost engines; read at a scrape."""
+
+    def __init__(self) -> None:
+        self.gaps = {part: LatencyHistogram(GAP_BOUNDS_NS) for part in GAP_PARTS}
+        self.num_membership_changes = 0
+
+    def on_handoff(self, method: str, gap: HandoffGap) -> None:  # noqa: ARG002
+        values = (gap.total_ns, gap.detect_ns, gap.dispatch_ns, gap.prefill_ns)
+        for part, value_ns in zip(GAP_PARTS, values, strict=True):
+            self.gaps[part].observe(value_ns)
+
+    def on_membership_changed(self, view: MembershipView) -> None:  # noqa: ARG002
+        self.num_membership_changes += 1
+
+
+def fault_samples(controller: Controller, faults: FaultStats) -> Iterator[Sample]:
+    """Lost engines, and what the pools may run."""
+    for (outcome, cause), count in controller.num_handoffs.items():
+        yield Sample(name="dsched_handoff_total", value=count, labels=(outcome, cause))
+    for part, histogram in faults.gaps.items():
+        yield Sample(name="dsched_handoff_gap_seconds", value=histogram, labels=(part,))
+    yield Sample(name="dsched_handoff_waiting_requests", value=controller.num_waiting_handoffs)
+    yield Sample(name="dsched_fenced_tokens_total", value=controller.num_fenced_tokens)
+    yield Sample(
+        name="dsched_silent_losses_kept_total", value=controller.membership.num_capped_losses
+    )
+    for pool, (load, plan) in controller.capacities().items():
+        values = {
+            "dsched_pool_running_requests": load.num_running,
+            "dsched_pool_kv_tokens": load.num_kv_tokens,
+            "dsched_pool_absorbs_loss": int(plan.absorbs_loss),
+        }
+        if plan.max_running_requests < UNKNOWN_CAPACITY:
+            values["dsched_pool_admissible_requests"] = plan.max_running_requests
+        if plan.kv_capacity_tokens < UNKNOWN_CAPACITY:
+            values["dsched_pool_admissible_kv_tokens"] = plan.kv_capacity_tokens
+        for name, value in values.items():
+            yield Sample(name=name, value=value, labels=(pool,))
 
 
 def _engine_samples(engine: EngineStatus) -> Iterator[Sample]:

@@ -15,9 +15,12 @@ import msgspec
 import structlog
 
 from dsched import __version__
+from dsched.cli.engine_admin import EngineAdmin
 from dsched.cli.engines import Fleet, FleetBuilder
 from dsched.cli.metric_sources import (
+    FaultStats,
     controller_samples,
+    fault_samples,
     front_door_samples,
     journal_samples,
     reader_samples,
@@ -138,16 +141,20 @@ class Service:
 
     def _start_controller(self, loop: asyncio.AbstractEventLoop) -> None:
         host = LoopTickHost(loop=loop, clock=self._clock)
-        self.controller = Controller(
-            pools=self.fleet.pools,
-            drivers=self.fleet.drivers,
-            journal=self.journal,
-            clock=self._clock,
-            host=host,
-            attempt_ids=AttemptIds(process_tag=self._process_tag),
-            settings=self._settings,
-            observer=None,
-        )
+        self.faults = FaultStats()
+        try:
+            self.controller = Controller(
+                pools=self.fleet.pools,
+                drivers=self.fleet.drivers,
+                journal=self.journal,
+                clock=self._clock,
+                host=host,
+                attempt_ids=AttemptIds(process_tag=self._process_tag),
+                settings=self._settings,
+                observer=self.faults,
+            )
+        except ValueError as error:  # engines or EP groups that do not go together
+            raise ConfigError(f"$.pools: {error}") from error
         host.attach(self.controller.tick)
         self.controller.start()
         self._stack.callback(host.close)
@@ -163,6 +170,7 @@ class Service:
             metrics_text=exporter.render,
             workers=lambda: msgspec.to_builtins(self.workers()),
             config=lambda: msgspec.to_builtins(self.config),
+            engines=EngineAdmin(self.controller),
             clock=self._clock,
             process_tag=self._process_tag & 0xFFFF_FFFF,
         )
@@ -172,6 +180,7 @@ class Service:
         self.admin_url = f"http://{self.config.admin.host}:{self.front_door.bound_admin_port}"
         exporter.add_source(lambda: front_door_samples(self.front_door.stats))
         exporter.add_source(lambda: controller_samples(self.controller))
+        exporter.add_source(lambda: fault_samples(self.controller, self.faults))
         exporter.add_source(lambda: journal_samples(self.journal.status()))
         exporter.add_source(lambda: reader_samples(self.reports))
         exporter.add_source(self._registry_samples)
@@ -279,6 +288,8 @@ def controller_settings(config: Config, *, process_tag: int) -> ControllerSettin
         kv_token_cost_ns=kv_token_ns,
         router_index=process_tag % 1_024 if index is None else index,
         handoff_deadline_ns=int(config.faults.handoff_deadline_s * S),
+        reprefill_tokens_per_rank=config.faults.reprefill_tokens_per_rank or None,
+        spare=config.faults.spare,
         progress=ProgressLimits(
             decode_timeout_ns=int(config.faults.decode_timeout_s * S),
             prefill_timeout_ns=int(config.faults.prefill_timeout_s * S),
@@ -305,7 +316,7 @@ def _engine_row(status: EngineStatus, *, url: str | None) -> EngineRow:
         state=state,  # type: ignore[arg-type]  # RankState's names are the registry's
         url=url,
         reason=status.reason or None,
-        ranks=tuple(_rank_row(rank, state=state) for rank in status.ranks),
+        ranks=tuple(_rank_row(rank, state=rank.state.name.lower()) for rank in status.ranks),
     )
 
 

@@ -51,6 +51,7 @@ from dsched.faults import (
     Membership,
     MembershipView,
     PoolSpec,
+    RecoveryGuarantee,
     RecoveryMethod,
     ResumeKind,
     ResumePlan,
@@ -74,6 +75,9 @@ from dsched.states import Evidence, RankState
 
 log = structlog.get_logger(__name__)
 
+PROBATION_NS = 10_000_000_000
+"""After which a suspect engine that reports no load is tried again. Below: a frozen one costs its
+next requests a pause again and again. Above: one that works again idles."""
 ENGINE_BUSY_STATUSES = (429, 503, 529)
 """Answers of an engine that is alive and has no room: another rank may have."""
 
@@ -248,6 +252,8 @@ class Controller:
         }
         self._drain_deadlines: dict[EngineId, int] = {}
         """When what still runs on a drained engine is handed over."""
+        self._suspect_since: dict[EngineId, int] = {}
+        """Since when engines that report no load are suspect."""
         self._told_epoch = self.membership.epoch
         self._pool_of_model = {pool.model: name for name, pool in self.membership.pools.items()}
         self._events: list[Event] = []
@@ -267,6 +273,8 @@ class Controller:
         self.num_fenced_tokens = 0
         self.num_requests: dict[tuple[str, Outcome], int] = {}
         self.num_recoveries: dict[RecoveryMethod, int] = {}
+        self.num_handoffs: dict[tuple[str, str], int] = {}
+        """By method and by what made it necessary; labels of a metric."""
         self.num_unknown_reports = 0
         self._timer_ns: int | None = None
         self._is_closed = False
@@ -395,14 +403,31 @@ class Controller:
             self._last_reports[rank_id] = report
             if last is None or last.step != report.step:
                 self._note_step(record)
+            elif report.num_running == report.num_waiting == 0:
+                # It has nothing to step for, and has let go of what was taken from it: it lives.
+                self._trust(record)
             if router.num_held:
                 self._host.request_tick()
 
     def _note_step(self, record: EngineMember) -> None:
         if self._watch is not None:
             self._watch.note_step(record.spec.engine_id, self._clock.now_ns())
-        if record.state is RankState.SUSPECT:
+        self._trust(record)
+
+    def _trust(self, record: EngineMember) -> None:
+        if record.own_state is RankState.SUSPECT:
             self._push(EngineProgressed(engine_id=record.spec.engine_id))
+
+    def _end_probation(self, now_ns: int) -> None:
+        """Try engines again that cannot show progress, because they report no load."""
+        for engine_id, since_ns in list(self._suspect_since.items()):
+            record = self.membership.engines[engine_id]
+            if record.own_state is not RankState.SUSPECT:
+                del self._suspect_since[engine_id]
+            elif now_ns - since_ns >= PROBATION_NS:
+                self.membership.apply_trusted(engine_id)
+                self._sync_group(engine_id)
+                log.info("engine.tried_again", engine_id=engine_id, epoch=self.membership.epoch)
 
     # ---- what operators ask
 
@@ -431,6 +456,11 @@ class Controller:
     def num_requests_on(self, engine_id: EngineId) -> int:
         """Requests of this dsched that an engine computes now."""
         return len(self._runs_on(engine_id))
+
+    @property
+    def num_waiting_handoffs(self) -> int:
+        """Requests that wait for the ration of re-prefill."""
+        return sum(handoffs.num_waiting for handoffs in self._handoffs.values())
 
     def capacities(self) -> dict[str, tuple[PoolLoad, SparePlan]]:
         """What runs in each pool, and what may run so that its largest group can be lost."""
@@ -510,9 +540,11 @@ class Controller:
         """Apply what happened, decide, and tell the engines."""
         now_ns = self._clock.now_ns()
         self._sweep(now_ns)
-        events, self._events = self._events, []
-        for event in events:
-            self._apply(event)
+        while self._events:  # applying one may find more: the loss of a group is its attempts'
+            events, self._events = self._events, []
+            for event in events:
+                self._apply(event)
+        self._end_probation(now_ns)
         self._hand_over_drained(now_ns)
         self._end_overdue(now_ns)
         self._tell_membership()
@@ -532,7 +564,9 @@ class Controller:
         plan = self._watch.sweep(now_ns, lambda key: self._running[key].num_attempt_tokens)  # type: ignore[index]
         for stalled in plan.engines:
             reason = f"no progress for {stalled.silent_ns / 1e9:.1f} s"
-            self.membership.apply_suspect(stalled.engine_id, reason)
+            record = self.membership.apply_suspect(stalled.engine_id, reason)
+            if record.description and not record.description.capabilities.has_load_reports:
+                self._suspect_since.setdefault(stalled.engine_id, now_ns)
             self._sync_group(stalled.engine_id)
             log.warning(
                 "engine.suspected",
@@ -728,7 +762,8 @@ class Controller:
         if resume.finish_reason is not None:
             self._finish(run, reason=resume.finish_reason, num_cached_tokens=0)
         else:
-            self._go_on(run, engine_id=EngineId("journal"), reason="dsched was restarted")
+            engine_id = EngineId("journal")
+            self._go_on(run, engine_id=engine_id, reason="repeated by its client", cause="repeated")
 
     def _refusal(self, request: InferenceRequest) -> RequestError | None:
         """Why a request cannot even wait, or `None`."""
@@ -776,13 +811,21 @@ class Controller:
             )
             return
         run.excluded_ranks = tuple(sorted({*run.excluded_ranks, lost_rank}))
-        self._go_on(run, engine_id=event.engine_id, reason=event.reason)
+        cause = "engine_lost" if event.is_engine_lost else "engine_busy"
+        self._go_on(
+            run,
+            engine_id=event.engine_id,
+            reason=event.reason,
+            cause="drained" if event.is_moved else cause,
+        )
 
-    def _go_on(self, run: RequestRun, *, engine_id: EngineId, reason: str) -> None:
+    def _go_on(self, run: RequestRun, *, engine_id: EngineId, reason: str, cause: str) -> None:
         """Go on with a request whose attempt was lost, as `plan_recovery` says."""
         plan = plan_recovery(run.request.sampling, num_output_tokens=run.num_output_tokens)
         run.recovery = plan
         self.num_recoveries[plan.method] = self.num_recoveries.get(plan.method, 0) + 1
+        key = (plan.method.value, cause)
+        self.num_handoffs[key] = self.num_handoffs.get(key, 0) + 1
         run.num_handoffs += run.num_output_tokens > 0
         log.info(
             "request.recovered",
@@ -801,6 +844,7 @@ class Controller:
                     code="engine_lost",
                     message=f"engine {engine_id} was lost after {run.num_output_tokens} "
                     f"tokens, and {plan.reason}",
+                    guarantee=plan.guarantee.value,
                 ),
             )
         elif plan.finish_reason is not None:
@@ -1029,6 +1073,7 @@ class Controller:
                 code="engine_lost",
                 message=f"an engine was lost after {run.num_output_tokens} tokens, and another "
                 "one does not repeat them",
+                guarantee=RecoveryGuarantee.REFUSED.value,
             ),
         )
 
@@ -1153,6 +1198,9 @@ class Controller:
         """End what has waited too long for any rank."""
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             run = self._waiting[self._deadlines[0][1]]
+            if run.num_handoffs:
+                key = ("overdue", "no_room")
+                self.num_handoffs[key] = self.num_handoffs.get(key, 0) + 1
             is_pool_up = self._can_serve(run.pool)
             self._end_with_error(run, refusals.overdue(run, is_pool_up=is_pool_up))
 
@@ -1167,6 +1215,7 @@ class Controller:
         ]
         if self._deadlines:
             times.append(self._deadlines[0][0])
+        times += [since_ns + PROBATION_NS for since_ns in self._suspect_since.values()]
         times += [due_ns for due_ns in self._drain_deadlines.values() if due_ns > now_ns]
         if self._watch is not None and (due_ns := self._watch.next_sweep_ns(now_ns)) is not None:
             times.append(due_ns)
@@ -1187,7 +1236,10 @@ class Controller:
         self.membership.validate()
         for router in self._routers.values():
             router.validate()
+        lost = {event.request_id for event in self._events if isinstance(event, AttemptLost)}
         for request_id, run in self._runs.items():
+            if request_id in lost:
+                continue  # the next tick decides about it
             if run.phase is Phase.ENDED:
                 raise InvariantError(f"request {request_id} ended and is still kept")
             if (run.phase is Phase.RUNNING) != (

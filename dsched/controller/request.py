@@ -72,6 +72,8 @@ class RequestError:
     message: str
     retry_after_s: int | None = None
     param: str | None = None
+    guarantee: str | None = None
+    """`refused` where an answer had begun and could not be continued honestly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

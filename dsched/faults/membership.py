@@ -214,8 +214,9 @@ class Membership:
         """The engine cannot serve, or is not heard."""
         member = self.engines[engine_id]
         state = RankState.DOWN
-        is_silence = evidence is Evidence.LEASE and member.own_state is not RankState.DOWN
-        if is_silence and self._is_above_lease_cap(member):
+        if evidence is Evidence.LEASE and member.own_state is RankState.DOWN:
+            return member  # silence adds nothing to what is known
+        if evidence is Evidence.LEASE and self._is_above_lease_cap(member):
             self.num_capped_losses += 1
             state = RankState.SUSPECT
             reason = f"{reason}; kept, because silence alone takes down half of a pool at most"

@@ -8,9 +8,11 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any, Protocol
 
+import msgspec
 import uvicorn
+from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,7 +25,36 @@ Snapshot = Callable[[], Any]
 """Returns plain values: what JSON can hold."""
 
 
-def make_admin_app(*, workers: Snapshot, config: Snapshot) -> Starlette:
+class EngineControl(Protocol):
+    """What operators may do to engines. Answers are plain values."""
+
+    def drain(self, engine_id: str, *, deadline_s: float | None) -> Any:  # noqa: ANN401
+        """Take an engine out of service. Raises `ValueError` for an unknown engine."""
+        ...
+
+    def undrain(self, engine_id: str) -> Any:  # noqa: ANN401
+        """Put it back. Raises `ValueError` for an unknown engine."""
+        ...
+
+    def engine(self, engine_id: str) -> Any:  # noqa: ANN401
+        """State, reason and number of requests. Raises `ValueError` for an unknown engine."""
+        ...
+
+    def capacity(self) -> Any:  # noqa: ANN401
+        """What each pool runs and may run."""
+        ...
+
+
+class DrainBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to drain an engine."""
+
+    deadline_s: Annotated[float, Meta(ge=0, le=604_800)] | None = None
+    """When what still runs is handed over; `null` lets it finish."""
+
+
+def make_admin_app(
+    *, workers: Snapshot, config: Snapshot, engines: EngineControl | None = None
+) -> Starlette:
     """Return the ASGI application; each request takes a fresh snapshot."""
 
     async def get_workers(_: Request) -> Response:
@@ -35,13 +66,47 @@ def make_admin_app(*, workers: Snapshot, config: Snapshot) -> Starlette:
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "live"})
 
-    return Starlette(
-        routes=[
-            Route("/health", health),
-            Route("/admin/v1/workers", get_workers),
-            Route("/admin/v1/config", get_config),
-        ]
-    )
+    routes = [
+        Route("/health", health),
+        Route("/admin/v1/workers", get_workers),
+        Route("/admin/v1/config", get_config),
+    ]
+    if engines is not None:
+        routes += _engine_routes(engines)
+    return Starlette(routes=routes)
+
+
+def _engine_routes(engines: EngineControl) -> list[Route]:
+    async def get_engine(request: Request) -> Response:
+        return _answer(lambda: engines.engine(request.path_params["engine_id"]))
+
+    async def drain(request: Request) -> Response:
+        try:
+            body = msgspec.json.decode(await request.body() or b"{}", type=DrainBody)
+        except msgspec.DecodeError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        engine_id = request.path_params["engine_id"]
+        return _answer(lambda: engines.drain(engine_id, deadline_s=body.deadline_s))
+
+    async def undrain(request: Request) -> Response:
+        return _answer(lambda: engines.undrain(request.path_params["engine_id"]))
+
+    async def capacity(_: Request) -> Response:
+        return JSONResponse(engines.capacity())
+
+    return [
+        Route("/admin/v1/capacity", capacity),
+        Route("/admin/v1/engines/{engine_id}", get_engine),
+        Route("/admin/v1/engines/{engine_id}/drain", drain, methods=["POST"]),
+        Route("/admin/v1/engines/{engine_id}/undrain", undrain, methods=["POST"]),
+    ]
+
+
+def _answer(act: Snapshot) -> Response:
+    try:
+        return JSONResponse(act())
+    except ValueError as error:
+        return JSONResponse({"error": str(error)}, 404)
 
 
 class AdminServer:

@@ -8,7 +8,7 @@ import structlog
 from dsched.clock import Clock, SystemClock
 from dsched.config import AdminConfig, FrontDoorConfig
 from dsched.controller.request import ControlPlane
-from dsched.frontdoor.admin import AdminServer, Snapshot, make_admin_app
+from dsched.frontdoor.admin import AdminServer, EngineControl, Snapshot, make_admin_app
 from dsched.frontdoor.api import CompletionApi
 from dsched.frontdoor.app import make_app
 from dsched.frontdoor.asgi import AsgiRunner
@@ -45,6 +45,7 @@ class FrontDoor:
         metrics_text: Callable[[], bytes] | None = None,
         workers: Snapshot = list,
         config: Snapshot = dict,
+        engines: EngineControl | None = None,
         clock: Clock | None = None,
         process_tag: int = 0,
     ) -> None:
@@ -78,7 +79,9 @@ class FrontDoor:
         self._server = HttpServer(_Router(self._api, AsgiRunner(app)), self.settings)
         self._admin: AdminServer | None = None
         if admin is not None:
-            self._admin = AdminServer(make_admin_app(workers=workers, config=config), admin)
+            self._admin = AdminServer(
+                make_admin_app(workers=workers, config=config, engines=engines), admin
+            )
 
     @property
     def bound_port(self) -> int:

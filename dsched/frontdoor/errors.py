@@ -20,6 +20,7 @@ class ApiError(DschedError):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        guarantee: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -27,6 +28,7 @@ class ApiError(DschedError):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.guarantee = guarantee
 
     @classmethod
     def from_request_error(cls, error: RequestError) -> "ApiError":
@@ -36,6 +38,7 @@ class ApiError(DschedError):
             param=error.param,
             code=error.code,
             retry_after_s=error.retry_after_s,
+            guarantee=error.guarantee,
         )
 
     def body(self) -> bytes:
@@ -50,6 +53,8 @@ class ApiError(DschedError):
             "param": self.param,
             "code": self.code,
         }
+        if self.guarantee is not None:
+            content["guarantee"] = self.guarantee
         return msgspec.json.encode({"error": content})
 
     def headers(self) -> list[tuple[bytes, bytes]]:

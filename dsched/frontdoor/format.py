@@ -107,11 +107,19 @@ class AnswerFormat:
             )
         )
 
-    def closing(self, reason: str, usage: Usage | None) -> bytes:
-        """Return the last events: the reason, the usage if it was asked for, and the end mark."""
+    def closing(
+        self, reason: str, usage: Usage | None, *, handoff: dict[str, Any] | None = None
+    ) -> bytes:
+        """Return the last events: the reason, the usage if it was asked for, and the end mark.
+
+        `handoff` says in the event of the reason what the client may rely on after a lost engine.
+        """
         empty = b'{"index":0,"delta":{}' if self._api is Api.CHAT else b'{"index":0,"text":""'
         finish = b',"logprobs":null,"finish_reason":"%b"' % reason.encode()
-        parts = [self._base, empty, finish, self._tail]
+        tail = self._tail
+        if handoff is not None:
+            tail = b'}],"dsched":' + encode_json(handoff) + tail.removeprefix(b"}]")
+        parts = [self._base, empty, finish, tail]
         if usage is not None:
             parts += [self._base, b'],"usage":', encode_json(usage.document()), b"}\n\n"]
         parts.append(DONE)
@@ -125,6 +133,7 @@ class AnswerFormat:
         usage: Usage,
         logprobs: dict[str, Any] | None,
         token_ids: Sequence[int] | None,
+        handoff: dict[str, Any] | None = None,
     ) -> bytes:
         """Return the whole answer of a request without a stream."""
         is_chat = self._api is Api.CHAT
@@ -136,16 +145,17 @@ class AnswerFormat:
         choice |= {"logprobs": logprobs, "finish_reason": reason}
         if token_ids is not None:
             choice["token_ids"] = token_ids
-        return encode_json(
-            {
-                "id": self._id,
-                "object": "chat.completion" if is_chat else "text_completion",
-                "created": self._created_s,
-                "model": self._model,
-                "choices": [choice],
-                "usage": usage.document(),
-            }
-        )
+        answer = {
+            "id": self._id,
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": self._created_s,
+            "model": self._model,
+            "choices": [choice],
+            "usage": usage.document(),
+        }
+        if handoff is not None:
+            answer["dsched"] = handoff
+        return encode_json(answer)
 
 
 class LogprobWriter:

@@ -69,10 +69,47 @@ _METRICS = (
         "Times a policy of an operator raised or chose wrongly and the default decided.",
         "plugin",
     ),
+    # Lost engines.
     _counter(
         "dsched_handoff_total",
-        "Requests that lost their engine, by what was done with them.",
+        "Requests that lost their engine, by what was done with them and why it was needed.",
         "outcome",
+        "cause",
+    ),
+    _histogram(
+        "dsched_handoff_gap_seconds",
+        "Pause that a lost engine made in an answer: in total, until the loss was noticed, until "
+        "another engine was asked, until its first new token.",
+        "part",
+    ),
+    _gauge(
+        "dsched_handoff_waiting_requests",
+        "Requests that lost their engine and wait for the ration of prompts computed again.",
+    ),
+    _counter(
+        "dsched_fenced_tokens_total",
+        "Tokens of attempts that were over when they came, dropped before the journal.",
+    ),
+    _counter(
+        "dsched_silent_losses_kept_total",
+        "Engines kept although silent, because silence alone takes down half of a pool at most.",
+    ),
+    _gauge("dsched_pool_running_requests", "Requests that run in a pool.", "pool"),
+    _gauge("dsched_pool_kv_tokens", "KV tokens in use in a pool.", "pool"),
+    _gauge(
+        "dsched_pool_admissible_requests",
+        "Requests that a pool may run, with room kept as `faults.spare` says.",
+        "pool",
+    ),
+    _gauge(
+        "dsched_pool_admissible_kv_tokens",
+        "KV tokens that a pool may use, with room kept as `faults.spare` says.",
+        "pool",
+    ),
+    _gauge(
+        "dsched_pool_absorbs_loss",
+        "1 while the loss of the pool's largest EP group would find room elsewhere.",
+        "pool",
     ),
     # Engines and ranks.
     _gauge(

@@ -54,7 +54,7 @@ class SimPolicy(StrEnum):
     ROUND_ROBIN = "round_robin"
 
 
-class _Host:
+class SimHost:
     """Calls the controller's tick from the simulation loop, once a moment."""
 
     def __init__(self, loop: SimLoop) -> None:
@@ -173,7 +173,7 @@ class SimCluster:
             driver.on_step = self._measure_step
             self.drivers[engine_id] = driver
         self.journal = _RankJournal()
-        host = _Host(self.loop)
+        host = SimHost(self.loop)
         self.controller = Controller(
             pools=[
                 PoolSpec(
@@ -207,7 +207,7 @@ class SimCluster:
         """Let the controller meet its engines."""
         if not self._is_started:
             self._is_started = True
-            with _no_greetings():
+            with no_greetings():
                 self.controller.start()
                 self.loop.run_until(self.loop.now_ns())
 
@@ -390,10 +390,10 @@ class _Replay:
 
 
 @contextmanager
-def _no_greetings() -> Iterator[None]:
+def no_greetings(level: int = logging.WARNING) -> Iterator[None]:
     """Keep "engine came up" out of the log: simulated engines always do."""
     before = structlog.get_config() if structlog.is_configured() else None
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
     try:
         yield
     finally:

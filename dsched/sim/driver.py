@@ -170,6 +170,11 @@ class SimDriver:
 
     # --- faults ----------------------------------------------------------------------------
 
+    @property
+    def is_dead(self) -> bool:
+        """Killed and not restarted."""
+        return self._is_dead
+
     def kill(self) -> None:
         """Lose the engine with all it holds."""
         if self._is_dead or self._is_closed:
