@@ -1,9 +1,9 @@
 """What the front door costs: requests per second, added latency, CPU per relayed token.
 
-`dsched run` as it ships (front door, controller, vLLM driver, SQLite journal, logs to a file)
-between a load generator and two dummy engines, side by side with the Rust routers `sglang-router`
-and `vllm-router` from PyPI, round robin, and with no router at all. The routers forward bytes;
-dsched reads, tokenises, routes, journals, detokenises and writes.
+`dsched run` as it ships (front door, controller, vLLM driver, SQLite journal), logging errors only
+as its peers do here, between a load generator and two dummy engines; side by side with the Rust
+routers `sglang-router` and `vllm-router` from PyPI, round robin, and with no router at all. The
+routers forward bytes; dsched reads, tokenises, routes, journals, detokenises and writes.
 
 All targets are measured in turns within one run, several times; a row's figure is the median.
 CPU is that of the router's own process, all threads, from the kernel's counters.
@@ -144,6 +144,7 @@ def dsched_config(folder: Path, port: int, backends: Sequence[int]) -> Path:
         "state_dir": str(folder),
         "front_door": {"port": port},
         "admin": {"port": 0},
+        "logging": {"level": "error"},
         "agent": {"endpoint": f"tcp://127.0.0.1:{free_port()}"},
         "pools": {
             "default": {
