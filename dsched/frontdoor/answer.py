@@ -276,8 +276,13 @@ class Answer:
 
     def _succeed(self, reason: str, usage: Usage) -> None:
         self._num_output_tokens = usage.num_output_tokens
+        self._is_over = True
+        # The client first: counting can wait for the time that its bytes are on their way.
+        self._send_end(reason, usage)
         outcome = Outcome.STOP if reason == "stop" else Outcome.LENGTH
         self._end(outcome, 200, num_cached_tokens=usage.num_cached_tokens)
+
+    def _send_end(self, reason: str, usage: Usage) -> None:
         if self._is_stream:
             last = self._format.closing(reason, usage if self._has_usage else None)
             if not self._is_started:
