@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from dsched.eplb.search import settle
+from dsched.eplb.search import Holding, settle
 from dsched.eplb.state import (
     LayerState,
     add_copy,
@@ -28,6 +28,10 @@ from dsched.eplb.state import (
     sort_ranks,
 )
 from dsched.eplb.warm import empty_holding, limit_above, mean_load
+
+COUNT_LIMIT = 512
+"""Slots times experts of a layer whose counts are searched, too. The search packs a layer up to
+E^4 times, some milliseconds at the limit."""
 
 
 @njit(cache=True, nogil=True)
@@ -316,18 +320,132 @@ def plan_fresh(
     )
     holding = empty_holding(num_experts, num_ranks, int(node_of.max()) + 1, 1, 1)
     for layer in range(num_layers):
+        mean = mean_load(weight[layer], len(state.order))
+        goal = limit_above(mean, stop)
         clear(state, weight[layer])
         scratch.expert_heap[:] = by_load[layer]
         count_copies(state, scratch.expert_heap, len(state.order) * width)
-        by_falling_share(state, by_load[layer], scratch.keys, scratch.by_share)
-        pack_copies(state, width, scratch.by_share, scratch.rank_heap, scratch.used, scratch.chosen)
-        if scratch.used.sum() < len(state.order) * width:
-            fill_empty_slots(state, width)
-        if max_rounds >= 0:
-            mean = mean_load(weight[layer], len(state.order))
-            goal = limit_above(mean, stop)
-            settle(state, width, goal, mean, max_rounds, holding, scratch.scanned, scratch.changed)
-        out[layer] = state.slot
+        best = place_counted(
+            state, width, by_load[layer], goal, mean, max_rounds, holding, scratch, out[layer]
+        )
+        if best > goal and max_rounds > 0 and num_experts * out.shape[1] <= COUNT_LIMIT:
+            search_counts(
+                state,
+                width,
+                by_load[layer],
+                goal,
+                mean,
+                max_rounds,
+                holding,
+                scratch,
+                out[layer],
+                best,
+            )
+
+
+@njit(cache=True, nogil=True)
+def place_counted(
+    state: LayerState,
+    width: int,
+    by_load: NDArray[np.int64],
+    goal: int,
+    mean: int,
+    max_rounds: int,
+    holding: Holding,
+    scratch: FreshScratch,
+    best_slots: NDArray[np.int32],
+) -> int:
+    """Pack the copies that were counted and improve the result. In: slots are empty.
+
+    Writes the slots to `best_slots`; returns the heaviest rank load.
+    """
+    by_falling_share(state, by_load, scratch.keys, scratch.by_share)
+    pack_copies(state, width, scratch.by_share, scratch.rank_heap, scratch.used, scratch.chosen)
+    if scratch.used.sum() < len(state.order) * width:
+        fill_empty_slots(state, width)
+    if max_rounds < 0:
+        best_slots[:] = state.slot
+        return int(state.rank_load[state.order[-1]])
+    return settle(
+        state,
+        width,
+        goal,
+        mean,
+        max_rounds,
+        holding,
+        scratch.scanned,
+        scratch.changed,
+        best_slots,
+    )
+
+
+@njit(cache=True, nogil=True)
+def search_counts(
+    state: LayerState,
+    width: int,
+    by_load: NDArray[np.int64],
+    goal: int,
+    mean: int,
+    max_rounds: int,
+    holding: Holding,
+    scratch: FreshScratch,
+    best_slots: NDArray[np.int32],
+    best: int,
+) -> None:
+    """Try other numbers of copies, packing each anew, until no change of two copies helps.
+
+    For small layers: the packing is fast, and greedy counts are far off where few experts carry
+    nearly everything. A change moves one copy from an expert to another, and possibly a second one.
+    """
+    num_experts = len(by_load)
+    num_pairs = num_experts * num_experts
+    slots = np.empty_like(best_slots)
+    best_counts = np.zeros(num_experts + 1, np.int64)
+    for expert in best_slots:
+        best_counts[expert] += 1
+    best_counts[num_experts] = 0
+    start_counts = best_counts.copy()
+    weight = state.weight[:-1].copy()
+    has_improved = True
+    while has_improved and best > goal:
+        has_improved = False
+        start_counts[:] = best_counts
+        for candidate in range(num_pairs * num_pairs):
+            first, second = candidate % num_pairs, candidate // num_pairs
+            if second > 0 and has_improved:
+                break  # a single change helped: start again from there
+            if second > 0 and second <= first:
+                continue  # the same two changes in the other order
+            clear(state, weight)
+            state.num_copies[:] = start_counts
+            if not shift_copy(state, first // num_experts, first % num_experts):
+                continue
+            if second > 0 and not shift_copy(state, second // num_experts, second % num_experts):
+                continue
+            for expert in range(num_experts):
+                set_shares(state, expert)
+            rounds = max_rounds if second == 0 else 0
+            heaviest = place_counted(
+                state, width, by_load, goal, mean, rounds, holding, scratch, slots
+            )
+            if heaviest < best:
+                best = heaviest
+                best_slots[:] = slots
+                best_counts[:] = 0
+                for expert in slots:
+                    best_counts[expert] += 1
+                best_counts[num_experts] = 0
+                has_improved = True
+
+
+@njit(cache=True, nogil=True)
+def shift_copy(state: LayerState, giver: int, taker: int) -> bool:
+    """Take a copy from one expert's count and give it to another's, if both may."""
+    if giver == taker or state.num_copies[giver] < 2 or state.num_copies[taker] >= len(state.order):
+        return False
+    state.num_copies[giver] -= 1
+    state.num_copies[taker] += 1
+    return True
 
 
 @njit(cache=True, nogil=True)
@@ -353,5 +471,4 @@ def settle_layers(
         clear(state, weight[layer])
         fill(state, out[layer])
         goal = limit_above(mean, stop)
-        settle(state, width, goal, mean, max_rounds, holding, scanned, changed)
-        out[layer] = state.slot
+        settle(state, width, goal, mean, max_rounds, holding, scanned, changed, out[layer])

@@ -16,6 +16,10 @@ from dsched.eplb.fresh import plan_fresh, settle_layers
 from dsched.eplb.relabel import finish_layers, match_layers
 from dsched.eplb.warm import PAIR_LIMIT, UNLIMITED, improve_layers
 
+MIN_MOVES_LEFT = 3
+"""Moves that a stuck layer must have left to be settled or planned afresh. Cheap steps end for
+want of moves only with fewer left: an exchange is two moves."""
+
 
 class Outcome(IntEnum):
     """What became of a layer."""
@@ -244,7 +248,9 @@ def plan_next(
     survey_layers(weight, results.slots, shape.num_ranks, results.heaviest, missing)
     count_and_order(current, layers, shape, results)
     results.outcome[layers] = Outcome.IMPROVED
-    stuck = layers[(results.heaviest > triggers)[layers]]
+    # A layer that ran out of moves is not stuck: what follows needs far more.
+    is_stuck = (results.heaviest > triggers) & (results.num_moves + MIN_MOVES_LEFT < max_moves)
+    stuck = layers[is_stuck[layers]]
     if limits.max_rounds >= 0 and stuck.size:
         unstick(weight, current, stuck, shape, limits, max_moves, results)
     still = layers[results.num_moves[layers] == 0]

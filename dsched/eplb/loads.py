@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 MIN_TOTAL_BITS = 44
 """Layers are scaled up until their total has this many bits."""
@@ -27,7 +27,7 @@ MAX_EXACT = 1 << 53
 """Whole numbers up to here are exact in float64."""
 
 
-def read_load(load: Any) -> NDArray[np.int64]:
+def read_load(load: ArrayLike) -> NDArray[np.int64]:
     """Return the load as fixed-point integers, [L, E]; never a view of `load`.
 
     Raises:

@@ -244,7 +244,7 @@ def balancedness(
     array([1.])
     """
     if split == "weighted":
-        from dsched.eplb.split import split_traffic  # noqa: PLC0415
+        from dsched.eplb.split import split_traffic
 
         slot_tokens = split_traffic(placement, load)
     elif split == "equal":

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dsched.eplb.budget import share_moves
+from dsched.eplb.hierarchy import plan_grouped
 from dsched.eplb.layers import (
     GroupShape,
     LayerResults,
@@ -31,6 +33,9 @@ from dsched.eplb.layers import (
 from dsched.eplb.loads import read_load
 from dsched.eplb.placement import EMPTY, ExpertPlacement
 from dsched.eplb.warm import UNLIMITED
+
+TRAIL_STEPS = 64
+"""Steps of a layer's search that a shared budget can choose between; later ones count as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,22 @@ class MovePrices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Payback:
+    """What a better balance is worth: time saved a step, for the steps until the next plan."""
+
+    ns_per_token: float
+    """Time that one more token on the heaviest rank adds to a layer's step."""
+    window_steps: int
+    """Steps over which the load was counted."""
+    steps_to_next: int
+    """Steps until the next plan."""
+
+    def __post_init__(self) -> None:
+        if not self.ns_per_token >= 0 or self.window_steps < 1 or self.steps_to_next < 0:
+            raise ValueError(f"{self}: times and steps must not be negative, and windows not empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementOptions:
     """How hard to search, and when to leave a layer alone."""
 
@@ -69,6 +90,17 @@ class PlacementOptions:
     search: bool = True
     """False packs greedily and stops: the fastest plan, about .2 % less balanced."""
     prices: MovePrices = MovePrices()
+    expert_bytes: int = 44_040_192
+    """Weights of one expert; default: DeepSeek-V3 in FP8 (3 matrices of 7168 x 2048)."""
+    max_bytes: int | None = None
+    """Bytes that all layers together may move; the layers that gain most for a byte come first.
+    Copies of lost experts are made in any case."""
+    payback: "Payback | None" = None
+    """Move only what pays for itself before the next plan; default: trust the trigger."""
+    num_groups: int | None = None
+    """Expert groups of the model's router (8 for DeepSeek-V3). With it, each group stays on one
+    node: for prefill, where a token's experts are limited to a few nodes. Divides the experts;
+    nodes divide it."""
     spread_nodes: bool = False
     """Put the copies of an expert that has several on at least two nodes, as far as slots allow,
     so that it survives the loss of a node."""
@@ -76,8 +108,13 @@ class PlacementOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.stop <= self.trigger:
             raise ValueError(f"stop {self.stop} must be between 0 and trigger {self.trigger}")
-        if not 0 <= self.fresh_stop:
+        if self.fresh_stop < 0:
             raise ValueError(f"fresh_stop {self.fresh_stop} must not be negative")
+        if self.expert_bytes < 1 or (self.max_bytes is not None and self.max_bytes < 0):
+            raise ValueError(
+                f"max_bytes {self.max_bytes} and expert_bytes {self.expert_bytes}: "
+                "neither may be negative, and an expert has at least one byte"
+            )
         if self.max_rounds < 0:
             raise ValueError(f"max_rounds {self.max_rounds} must not be negative")
 
@@ -145,16 +182,97 @@ def plan_placement(
     )
     if max_moves is not None and max_moves < 0:
         raise ValueError(f"max_moves is {max_moves}; it must not be negative")
-    limits = limits_of(options)
-    if current is None:
-        results = plan_first(weight, shape, limits)
+    slots = None if current is None else read_current(current, weight, shape)
+    moves = np.full(len(weight), UNLIMITED if max_moves is None else max_moves, np.int64)
+    results = plan_layers(weight, slots, shape, options, moves)
+    if slots is None:
         before = np.full(len(weight), np.nan)
     else:
-        slots = read_current(current, weight, shape)
-        moves = np.full(len(weight), UNLIMITED if max_moves is None else max_moves, np.int64)
-        results = plan_next(weight, slots, shape, limits, moves, 0)
+        tokens = np.asarray(load, dtype=np.float64).sum(axis=1)
+        if options.max_bytes is not None:
+            results = fit_budget(weight, slots, shape, options, tokens, results)
+        if options.payback is not None:
+            drop_unprofitable(weight, slots, options, tokens, results)
         before = balance(weight, results.heaviest_before, shape)
     return make_plan(weight, shape, results, before, epoch)
+
+
+def plan_layers(
+    weight: NDArray[np.int64],
+    current: NDArray[np.int32] | None,
+    shape: GroupShape,
+    options: PlacementOptions,
+    max_moves: NDArray[np.int64],
+) -> LayerResults:
+    """Choose between the ways to plan."""
+    limits = limits_of(options)
+    if options.num_groups is not None:
+        return plan_grouped(weight, current, shape, limits, options.num_groups, max_moves)
+    if current is None:
+        return plan_first(weight, shape, limits)
+    trail_steps = 0 if options.max_bytes is None else TRAIL_STEPS
+    return plan_next(weight, current, shape, limits, max_moves, trail_steps)
+
+
+def fit_budget(
+    weight: NDArray[np.int64],
+    current: NDArray[np.int32],
+    shape: GroupShape,
+    options: PlacementOptions,
+    tokens: NDArray[np.float64],
+    results: LayerResults,
+) -> LayerResults:
+    """Plan again with fewer moves a layer if all together are over the budget of bytes."""
+    assert options.max_bytes is not None
+    max_total = options.max_bytes // options.expert_bytes
+    if results.num_moves.sum() <= max_total:
+        return results
+    scale = tokens_per_unit(weight, tokens)
+    trails = [trail_of(results, layer, float(scale[layer])) for layer in range(len(weight))]
+    granted = share_moves(trails, max_total_moves=max_total)
+    return plan_layers(weight, current, shape, options, granted)
+
+
+def trail_of(results: LayerResults, layer: int, scale: float) -> list[tuple[int, float]]:
+    """Return what each number of moves brings in one layer, starting with the lost experts."""
+    points = [(int(results.num_covered[layer]), float(results.heaviest_before[layer]) * scale)]
+    for moves, heaviest in results.trail[layer]:
+        if heaviest > 0:
+            points.append((int(moves), float(heaviest) * scale))
+    points.append((int(results.num_moves[layer]), float(results.heaviest[layer]) * scale))
+    if results.num_covered[layer] > 0:
+        # Before, lost experts loaded nobody: compare with the heaviest load seen since.
+        points[0] = (points[0][0], max(point[1] for point in points))
+    return points
+
+
+def tokens_per_unit(weight: NDArray[np.int64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the tokens that one unit of `weight` stands for in each layer, [L]."""
+    totals = weight.sum(axis=1)
+    return np.divide(tokens, totals, out=np.zeros(len(weight)), where=totals > 0)
+
+
+def drop_unprofitable(
+    weight: NDArray[np.int64],
+    current: NDArray[np.int32],
+    options: PlacementOptions,
+    tokens: NDArray[np.float64],
+    results: LayerResults,
+) -> None:
+    """Leave layers as they are whose moves cost more time than they save until the next plan."""
+    payback = options.payback
+    assert payback is not None
+    saved_tokens = (results.heaviest_before - results.heaviest) * tokens_per_unit(weight, tokens)
+    saved_ns = saved_tokens / payback.window_steps * payback.ns_per_token * payback.steps_to_next
+    price_ns = (
+        results.num_moves - results.num_far_moves
+    ) * options.prices.same_node_ns + results.num_far_moves * options.prices.cross_node_ns
+    is_dropped = (saved_ns <= price_ns) & (results.num_covered == 0)
+    results.slots[is_dropped] = current[is_dropped]
+    results.heaviest[is_dropped] = results.heaviest_before[is_dropped]
+    results.num_moves[is_dropped] = 0
+    results.num_far_moves[is_dropped] = 0
+    results.outcome[is_dropped] = Outcome.KEPT
 
 
 def check_shape(

@@ -272,7 +272,7 @@ def find_replace(
     near_price = holding.near_price
     present = rank_load[rank]
     for slot in range(len(slot_expert)):
-        if harm_top[slot] >= present:
+        if harm_top[slot] == FAR_ABOVE:
             continue
         # Any expert may come to a slot of this rank; only those of this rank to another's slot.
         receiver = rank_of[slot]
@@ -286,11 +286,12 @@ def find_replace(
             if received >= present or expert == num_experts:
                 continue
             gain = base + relief[expert] + overload(received, limit, mean, TILT)
-            heaviest = max(harm_top[slot], received, relief_top[expert])
+            grown = max(harm_top[slot], received)
             if not is_own:
-                heaviest = max(heaviest, present + grown_share[expert] - share[expert])
+                grown = max(grown, present + grown_share[expert] - share[expert])
+            heaviest = max(grown, relief_top[expert])
             is_best = gain < 0 and score_of(near_price, gain, 0) < best.score
-            is_strict = strict.slot < 0 or gain < strict.gain
+            is_strict = grown < present and (strict.slot < 0 or gain < strict.gain)
             if not (is_best or is_strict or heaviest <= lightest.heaviest):
                 continue
             if num_copies[expert] >= max_copies or is_on(
@@ -457,29 +458,41 @@ def settle(
     holding: Holding,
     scanned: NDArray[np.int64],
     changed: NDArray[np.int64],
-) -> None:
+    best_slots: NDArray[np.int32],
+) -> int:
     """Improve a placement, at any number of moves, until the heaviest rank is at `goal`.
 
-    In each round the heaviest rank exchanges while it helps. Then one slot is overwritten; failing
-    that, all ranks above the goal exchange, as a rank that is stuck may come free when lighter ones
-    have changed. Ends when neither helps, or after `max_rounds`.
+    In each round the heaviest rank exchanges while it helps. Then one slot is overwritten so that
+    the heaviest rank falls; failing that, all ranks above the goal exchange, as a rank that is
+    stuck may come free when lighter ones have changed; failing that, a slot is overwritten so that
+    the summed overload falls, although another rank may become the heaviest for a while. Ends when
+    nothing helps, or after `max_rounds`.
+
+    Writes the slots of the best state to `best_slots`; returns its heaviest rank load.
     """
     num_live = len(state.order)
     scanned[:] = -1
     changed[:] = 0
     now = 0
+    best = FAR_ABOVE
     for index in range(max_rounds + 1):
         now = exchange_ranks(state, width, goal, 1, scanned, changed, now)
         rank = state.order[num_live - 1]
         heaviest = state.rank_load[rank]
+        if heaviest < best:
+            best = heaviest
+            best_slots[:] = state.slot
         if heaviest <= goal or index == max_rounds:
-            return
-        _, _, strict = find_replace(state, width, rank, goal, mean, holding)
-        if strict.slot >= 0:
-            take_step(state, strict)
-            now += 1
-            changed[:] = now
-            continue
-        now = exchange_ranks(state, width, goal, num_live, scanned, changed, now)
-        if state.rank_load[state.order[num_live - 1]] >= heaviest:
-            return
+            break
+        gainful, _, step = find_replace(state, width, rank, goal, mean, holding)
+        if step.slot < 0:
+            now = exchange_ranks(state, width, goal, num_live, scanned, changed, now)
+            if state.rank_load[state.order[num_live - 1]] < heaviest:
+                continue
+            step = gainful
+        if step.slot < 0:
+            break
+        take_step(state, step)
+        now += 1
+        changed[:] = now
+    return int(best)

@@ -13,8 +13,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from dsched.eplb.search import (
-    TILT,
     FAR_ABOVE,
+    TILT,
     Holding,
     Step,
     can_exchange,
@@ -80,6 +80,7 @@ def improve_layers(
     for layer in layers:
         mean = mean_load(weight[layer], len(state.order))
         goal = limit_above(mean, stop)
+        trail[layer] = 0
         out[layer] = current[layer]
         drop_doubles(out[layer], width, num_experts)
         clear(state, weight[layer])
@@ -164,34 +165,34 @@ def cover(state: LayerState, goal: int, mean: int) -> int:
     A slot is taken from an expert that keeps another copy, or is empty; of those, the one that
     leaves the least overload. Such a slot exists while slots are no fewer than experts.
     """
-    num_experts = len(state.weight) - 1
-    width = len(state.slot) // len(state.rank_load)
+    num_copies, weight, share = state.num_copies, state.weight, state.share
+    slot_expert, rank_of, rank_load = state.slot, state.rank_of, state.rank_load
+    harm, harm_top = state.harm, state.harm_top
     num_placed = 0
     while True:
         lost = -1
-        for expert in range(num_experts):
-            if state.num_copies[expert] == 0 and (
-                lost < 0 or state.weight[expert] > state.weight[lost]
-            ):
+        for expert in range(len(weight) - 1):
+            if num_copies[expert] == 0 and (lost < 0 or weight[expert] > weight[lost]):
                 lost = expert
         if lost < 0:
             return num_placed
         weigh_harm(state, goal, mean)
         best = -1
         least = np.inf
-        for index in range(len(state.order) * width):
-            rank = state.order[index // width]
-            slot = rank * width + index % width
-            load = state.rank_load[rank]
-            received = load + state.weight[lost] - state.share[state.slot[slot]]
-            harm = (
-                state.harm[slot]
-                + overload(received, goal, mean, TILT)
-                - overload(load, goal, mean, TILT)
-            )
-            if harm < least and state.harm_top[slot] < FAR_ABOVE and can_replace(state, slot, lost):
+        for slot in range(len(slot_expert)):
+            if harm_top[slot] == FAR_ABOVE:
+                continue
+            load = rank_load[rank_of[slot]]
+            received = load + weight[lost] - share[slot_expert[slot]]
+            total = harm[slot] + overload(received, goal, mean, TILT)
+            total -= overload(load, goal, mean, TILT)
+            if total < least and (not state.spread or can_replace(state, slot, lost)):
                 best = slot
-                least = harm
+                least = total
+        if best < 0:  # spread cannot be kept; coverage matters more
+            for slot in range(len(slot_expert)):
+                if best < 0 and harm_top[slot] != FAR_ABOVE:
+                    best = slot
         replace_copy(state, best, lost)
         num_placed += 1
 
@@ -262,7 +263,8 @@ def improve(
     best_slots[:] = state.slot
     looks_ahead = len(state.slot) * len(state.weight) <= PAIR_LIMIT
     for index in range(MAX_STEPS):
-        if state.rank_load[state.order[last]] <= goal or best_heaviest <= goal:
+        heaviest = state.rank_load[state.order[last]]
+        if heaviest <= goal or best_heaviest <= goal or num_moves >= max_moves:
             break
         step, first = choose_step(state, width, goal, mean, holding, max_moves - num_moves)
         second = no_step()
