@@ -1,6 +1,8 @@
 """The scheduler mixin over a stand-in scheduler: it counts, and it changes nothing."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -422,6 +424,23 @@ def test_kv_capacity_prefers_vllms_own_figure() -> None:
     assert kv_capacity_tokens(own, block_tokens=16) == 77
     assert kv_capacity_tokens(older, block_tokens=16) == 160
     assert kv_capacity_tokens(unknown, block_tokens=16) == 0
+
+
+def test_engine_needs_nothing_that_vllm_does_not_bring() -> None:
+    """`pip install --no-deps dsched` beside vLLM is enough, and nothing heavy is loaded."""
+    code = (
+        "import sys\n"
+        "import dsched.drivers.vllm.chunking, dsched.drivers.vllm.verify\n"
+        "unwanted = ('structlog', 'sortedcontainers', 'httptools', 'aiohttp', 'uvloop', 'typer',"
+        " 'starlette', 'uvicorn', 'tokenizers', 'jinja2', 'prometheus_client')\n"
+        "print([each for each in unwanted if each in sys.modules])"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    assert done.stdout.strip() == "[]"
 
 
 def test_client_parts_import_without_vllm() -> None:
