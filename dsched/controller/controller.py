@@ -256,6 +256,8 @@ class Controller:
         """Since when engines that report no load are suspect."""
         self._told_epoch = self.membership.epoch
         self._pool_of_model = {pool.model: name for name, pool in self.membership.pools.items()}
+        self._models: dict[str, ModelInfo] = {}
+        self._models_epoch: int | None = None
         self._events: list[Event] = []
         self._runs: dict[RequestId, RequestRun] = {}
         self._waiting: dict[RequestId, RequestRun] = {}
@@ -309,7 +311,7 @@ class Controller:
         """Take a request; the answer comes through `stream`."""
         self._push(RequestArrived(request=request, stream=stream, time_ns=self._clock.now_ns()))
 
-    def cancel(self, request_id: RequestId) -> None:
+    def cancel(self, request_id: RequestId) -> RequestFinish | None:
         """The client went away. Its engine is told at once; the booking ends with the attempt."""
         run = self._runs.get(request_id)
         if run is None:
@@ -320,13 +322,22 @@ class Controller:
                     isinstance(event, RequestArrived) and event.request.request_id == request_id
                 )
             ]
-            return
+            return None
         self._close_run(run, outcome=Outcome.CANCELLED)
         self._abort_attempt(run)
+        return self._finish_of(run, reason=FinishReason.STOP, num_cached_tokens=0)
 
     def models(self) -> Mapping[str, ModelInfo]:
-        """Every configured model by name, also those without a live engine."""
-        return {model: self._model_info(pool) for model, pool in self._pool_of_model.items()}
+        """Every configured model by name, also those without a live engine.
+
+        Asked for every request, so it is worked out anew only when the membership has changed.
+        """
+        if self._models_epoch != self.membership.epoch:
+            self._models_epoch = self.membership.epoch
+            self._models = {
+                model: self._model_info(pool) for model, pool in self._pool_of_model.items()
+            }
+        return self._models
 
     def not_ready_reason(self) -> str | None:
         """`None` while at least one pool can serve."""
@@ -1081,17 +1092,23 @@ class Controller:
         """End a request well; counts are those of the request, however many attempts it took."""
         outcome = Outcome.STOP if reason is FinishReason.STOP else Outcome.LENGTH
         self._close_run(run, outcome=outcome)
+        run.stream.on_finish(
+            self._finish_of(run, reason=reason, num_cached_tokens=num_cached_tokens)
+        )
+
+    @staticmethod
+    def _finish_of(
+        run: RequestRun, *, reason: FinishReason, num_cached_tokens: int
+    ) -> RequestFinish:
         num_prompt_tokens = len(run.request.prompt_token_ids)
         plan = run.recovery
-        run.stream.on_finish(
-            RequestFinish(
-                reason=reason,
-                num_prompt_tokens=num_prompt_tokens,
-                num_output_tokens=run.num_output_tokens,
-                num_cached_tokens=min(num_cached_tokens, num_prompt_tokens),
-                num_handoffs=run.num_handoffs,
-                guarantee=plan.guarantee.value if plan and run.num_handoffs else None,
-            )
+        return RequestFinish(
+            reason=reason,
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=run.num_output_tokens,
+            num_cached_tokens=min(num_cached_tokens, num_prompt_tokens),
+            num_handoffs=run.num_handoffs,
+            guarantee=plan.guarantee.value if plan and run.num_handoffs else None,
         )
 
     def on_attempt_failed(self, run: RequestRun, error: DriverError) -> None:
