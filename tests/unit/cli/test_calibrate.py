@@ -201,7 +201,9 @@ def test_sweep_measures_an_engine_through_its_driver() -> None:
         (int(chunk), int(past)): float(time)
         for chunk, past, time in zip(prefill.tokens, prefill.context, prefill.seconds, strict=True)
     }
-    assert seconds[1_024, 0] > 0.020 > seconds[64, 0] > 0.002
+    # A step takes what the simulated engine says, or longer on a busy machine.
+    assert seconds[1_024, 0] > 0.020
+    assert seconds[64, 0] > 0.002
     assert any(past for _, past in seconds), "no prompt found its beginning in the cache"
     # A batch above the engine's limit, and a context above its length, are not tried.
     assert decode.tokens.tolist() == [1, 8]
