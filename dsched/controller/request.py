@@ -26,6 +26,8 @@ class InferenceRequest:
     """From `X-data-parallel-rank`: only ranks with this number are candidates."""
     priority: int = 0
     tenant: str = ""
+    session: str = ""
+    """Requests of one conversation share it, for policies that like to keep them together."""
     may_resume: bool = False
     """The client gave the id itself, so the journal may know the request from before a restart."""
     num_client_tokens: int | None = None
@@ -97,9 +99,9 @@ class ControlPlane(Protocol):
         """Take a request; the answer comes through `stream`, possibly during this call."""
         ...
 
-    def cancel(self, request_id: RequestId) -> None:
-        """The client went away: abort in the engine, free the booking. The stream hears no more.
-        Unknown and ended ids are ignored."""
+    def cancel(self, request_id: RequestId) -> RequestFinish | None:
+        """The client went away or has what it wanted: abort in the engine, free the booking. The
+        stream hears no more. Returns how the request stood; `None` for unknown and ended ids."""
         ...
 
     def models(self) -> Mapping[str, ModelInfo]:

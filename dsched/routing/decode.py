@@ -238,6 +238,11 @@ class DecodeRouter:
         time_ns = self.ledger.report_time_ns(rank)
         return None if time_ns is None else now_ns - time_ns
 
+    def prices_of(self, rank: int) -> tuple[float, float]:
+        """b and c of one rank now, in ns: what one more request and one more KV token cost."""
+        self.ledger.rank_id(rank)
+        return float(self._prices[k.REQUEST_NS, rank]), float(self._prices[k.KV_TOKEN_NS, rank])
+
     def set_prices(self, *, request_ns: float, kv_token_ns: float, rank: int | None = None) -> None:
         """Set b and c in ns, of one rank or of all (then also of ranks added later).
 
