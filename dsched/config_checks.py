@@ -9,6 +9,7 @@ import importlib
 import inspect
 import ipaddress
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from msgspec.structs import replace
@@ -19,6 +20,9 @@ from dsched.errors import ConfigError
 
 MAX_ENDPOINT_LENGTH = 4_096
 DEFAULT_PORTS = {"http": 80, "https": 443}
+ETCD_SCHEME = "etcd://"
+ETCD_PORT = 2_379
+ETCD_PREFIX = "dsched"
 
 
 def check_config(config: Config) -> Config:
@@ -72,11 +76,70 @@ def _check_endpoint(path: str, endpoint: str) -> None:
 
 
 def _check_registry_url(config: Config) -> None:
-    url = config.registry.url
-    if url is None or url == "memory://":
-        return
-    if not url.startswith("sqlite:///") or url == "sqlite:///":
-        raise ConfigError(f"$.registry.url: {url!r} is not sqlite:///PATH or memory://")
+    registry = config.registry
+    url = registry.url
+    is_etcd = url is not None and url.startswith(ETCD_SCHEME)
+    if is_etcd:
+        parse_etcd_url("$.registry.url", url or "")
+    elif url not in (None, "memory://") and not _is_sqlite_url(url or ""):
+        raise ConfigError(
+            f"$.registry.url: {url!r} is not sqlite:///PATH, memory:// or "
+            "etcd://HOST:PORT,HOST:PORT/PREFIX"
+        )
+    for name in ("user", "password_file", "ca_file"):
+        if getattr(registry, name) is not None and not is_etcd:
+            raise ConfigError(f"$.registry.{name}: only an etcd:// registry has one")
+    if (registry.user is None) is not (registry.password_file is None):
+        raise ConfigError("$.registry.user: goes together with $.registry.password_file")
+
+
+def _is_sqlite_url(url: str) -> bool:
+    return url.startswith("sqlite:///") and url != "sqlite:///"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EtcdAddress:
+    """Where an etcd cluster is, and which of its keys are ours."""
+
+    endpoints: tuple[str, ...]
+    """`host:port` of each member, at least one, in the order of the URL."""
+    prefix: str
+    """Every key starts with it; begins and ends with `/`."""
+
+
+def parse_etcd_url(path: str, url: str) -> EtcdAddress:
+    """Read `etcd://HOST:PORT,HOST:PORT/PREFIX`; port and prefix have defaults.
+
+    Raises `ConfigError` that starts with `path` and shows the endpoint that cannot be used.
+
+    >>> parse_etcd_url("$", "etcd://a,b:1,[::1]:2379/prod")
+    EtcdAddress(endpoints=('a:2379', 'b:1', '[::1]:2379'), prefix='/prod/')
+    >>> parse_etcd_url("$", "etcd://a").prefix
+    '/dsched/'
+    """
+    hosts, _, prefix = url.removeprefix(ETCD_SCHEME).partition("/")
+    if "@" in hosts:
+        raise ConfigError(f"{path}: no user in the URL; use registry.user and password_file")
+    endpoints = [_etcd_endpoint(path, url, host) for host in hosts.split(",")]
+    twice = [each for index, each in enumerate(endpoints) if each in endpoints[:index]]
+    if twice:
+        raise ConfigError(f"{path}: {url!r} names {twice[0]} twice")
+    prefix = prefix.strip("/")
+    if not prefix.isprintable() or any(c.isspace() or c in "?#" for c in prefix):
+        raise ConfigError(f"{path}: {url!r} has a prefix with a space, `?` or `#`")
+    return EtcdAddress(endpoints=tuple(endpoints), prefix=f"/{prefix or ETCD_PREFIX}/")
+
+
+def _etcd_endpoint(path: str, url: str, text: str) -> str:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"{path}: {url!r}: {text!r}: {error}") from error
+    is_plain = parts.netloc == text and not any(c.isspace() for c in text)
+    if not host or not is_plain or port == 0 or text.endswith(":"):
+        raise ConfigError(f"{path}: {url!r}: {text!r} is not HOST:PORT")
+    return f"{_host_text(host)}:{port or ETCD_PORT}"
 
 
 # -- policies --------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class SqliteRegistry:
         self._file = RegistryFile(path, clock=clock, boot_id=boot_id(), create=create)
         self._poll_interval_s = poll_interval_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsched-registry")
+        self._is_closed = False
 
     async def grant_lease(self, ttl_s: float) -> int:
         """Begin a lease of `ttl_s` seconds; return its id."""
@@ -92,9 +93,11 @@ class SqliteRegistry:
             await asyncio.sleep(self._poll_interval_s)
 
     async def close(self) -> None:
-        """Close the file and end the thread."""
-        await self._call(self._file.close)
-        self._thread.shutdown()
+        """Close the file and end the thread. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self._call(self._file.close)
+            self._thread.shutdown()
 
     async def _call(
         self, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs

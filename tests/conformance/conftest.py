@@ -1,11 +1,19 @@
-"""A driver for each kind of engine: `driver_case`; and `mortal_case`, whose engine may die."""
+"""A driver for each kind of engine: `driver_case`; and `mortal_case`, whose engine may die.
+
+A registry of each kind: `registry_case`, and `registry` alone.
+"""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from registry_cases import RegistryCase
 
+from dsched.clock import SystemClock
+from dsched.registry import Registry, open_registry
+from dsched.registry.sqlite import SqliteRegistry
 from dsched.testing.driver_cases import DriverCase, open_case
+from dsched.testing.etcd_nodes import EtcdNodes
 from dsched.testing.vllm_engines import TinyEngines, is_vllm_there, running_engines
 
 STATE_DIR = Path(__file__).parents[2] / ".dsched" / "tests"
@@ -45,3 +53,43 @@ async def mortal_case(
 ) -> AsyncIterator[DriverCase]:
     async with open_case(*mortal_source) as case:
         yield case
+
+
+@pytest.fixture(params=["memory", "sqlite", "etcd"])
+def registry_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A new and empty registry of each kind."""
+    if request.param == "memory":
+        return "memory://"
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'registry.sqlite3'}"
+    nodes: EtcdNodes = request.getfixturevalue("etcd")
+    return nodes.url(f"test/{tmp_path.name}")
+
+
+@pytest.fixture
+async def registry_case(
+    registry_url: str, request: pytest.FixtureRequest
+) -> AsyncIterator[RegistryCase]:
+    registry = open_registry(registry_url, clock=SystemClock())
+
+    async def forget_history(revision: int) -> None:
+        if isinstance(registry, SqliteRegistry):
+            kept, registry._file._max_history = registry._file._max_history, 1
+            await registry.put("history", b"")
+            registry._file._max_history = kept
+        else:
+            nodes: EtcdNodes = request.getfixturevalue("etcd")
+            nodes.nodes[0].ask("/v3/kv/compaction", {"revision": str(revision), "physical": True})
+
+    yield RegistryCase(
+        registry=registry,
+        open_again=lambda: open_registry(registry_url, clock=SystemClock()),
+        forget_history=forget_history,
+        is_shared=registry_url != "memory://",
+    )
+    await registry.close()
+
+
+@pytest.fixture
+def registry(registry_case: RegistryCase) -> Registry:
+    return registry_case.registry
