@@ -37,6 +37,10 @@ TILT = 0.01
 """Weight of the distance to the mean against overload. 0: ties are broken by number. Above .1:
 moves are spent on ranks that are good enough."""
 
+PATIENCE = 8
+"""Rounds without a new best after which a search ends. Below: it stops on the way out of a local
+optimum. Above: it goes round in circles."""
+
 FAR_ABOVE = 1 << 62
 """More than any load."""
 
@@ -463,10 +467,10 @@ def settle(
     """Improve a placement, at any number of moves, until the heaviest rank is at `goal`.
 
     In each round the heaviest rank exchanges while it helps. Then one slot is overwritten so that
-    the heaviest rank falls; failing that, all ranks above the goal exchange, as a rank that is
-    stuck may come free when lighter ones have changed; failing that, a slot is overwritten so that
-    the summed overload falls, although another rank may become the heaviest for a while. Ends when
-    nothing helps, or after `max_rounds`.
+    the summed overload falls, although another rank may become the heaviest for a while; failing
+    that, so that the heaviest rank falls; failing that, all ranks above the goal exchange, as a
+    rank that is stuck may come free when lighter ones have changed. Ends when nothing helps, after
+    `PATIENCE` rounds in vain, or after `max_rounds`.
 
     Writes the slots of the best state to `best_slots`; returns its heaviest rank load.
     """
@@ -475,23 +479,25 @@ def settle(
     changed[:] = 0
     now = 0
     best = FAR_ABOVE
+    num_in_vain = 0
     for index in range(max_rounds + 1):
         now = exchange_ranks(state, width, goal, 1, scanned, changed, now)
         rank = state.order[num_live - 1]
         heaviest = state.rank_load[rank]
+        num_in_vain += 1
         if heaviest < best:
             best = heaviest
             best_slots[:] = state.slot
-        if heaviest <= goal or index == max_rounds:
+            num_in_vain = 0
+        if heaviest <= goal or index == max_rounds or num_in_vain > PATIENCE:
             break
-        gainful, _, step = find_replace(state, width, rank, goal, mean, holding)
+        gainful, _, strict = find_replace(state, width, rank, goal, mean, holding)
+        step = gainful if gainful.slot >= 0 else strict
         if step.slot < 0:
             now = exchange_ranks(state, width, goal, num_live, scanned, changed, now)
-            if state.rank_load[state.order[num_live - 1]] < heaviest:
-                continue
-            step = gainful
-        if step.slot < 0:
-            break
+            if state.rank_load[state.order[num_live - 1]] >= heaviest:
+                break
+            continue
         take_step(state, step)
         now += 1
         changed[:] = now
