@@ -493,11 +493,13 @@ class _Connection(asyncio.Protocol):
             self._complete(exchange)
 
     def _is_head_within_limit(self) -> bool:
-        # Body bytes of the same read are counted out, roughly: chunk framing stays in.
-        num_bytes = self._num_header_bytes - sum(map(len, self._pieces))
-        if self._has_head:
-            num_bytes = sum(len(name) + len(value) + 4 for name, value in self._headers)
-        return num_bytes <= self._pool.max_header_bytes
+        # What came until the head was whole bounds it; body bytes of the same read count too.
+        limit = self._pool.max_header_bytes
+        if self._num_header_bytes <= limit:
+            return True
+        if not self._has_head:
+            return False
+        return sum(len(name) + len(value) + 4 for name, value in self._headers) <= limit
 
     def _tell_body(self, exchange: HttpExchange) -> None:
         pieces, self._pieces = self._pieces, []
