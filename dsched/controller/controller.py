@@ -695,12 +695,12 @@ class Controller:
         self._drain_deadlines.pop(engine_id, None)
         if event.is_draining and event.deadline_ns is not None:
             self._drain_deadlines[engine_id] = event.deadline_ns
-        log.info(
-            "engine.draining" if event.is_draining else "engine.undrained",
-            engine_id=engine_id,
-            num_requests=self.num_requests_on(engine_id),
-            epoch=self.membership.epoch,
-        )
+        epoch = self.membership.epoch
+        if event.is_draining:
+            num_requests = self.num_requests_on(engine_id)
+            log.info("engine.draining", engine_id=engine_id, num_requests=num_requests, epoch=epoch)
+        else:
+            log.info("engine.undrained", engine_id=engine_id, epoch=epoch)
 
     def _apply_arrival(self, event: RequestArrived) -> None:
         request = event.request
@@ -837,7 +837,10 @@ class Controller:
         self.num_recoveries[plan.method] = self.num_recoveries.get(plan.method, 0) + 1
         key = (plan.method.value, cause)
         self.num_handoffs[key] = self.num_handoffs.get(key, 0) + 1
-        run.num_handoffs += run.num_output_tokens > 0
+        if run.num_output_tokens:
+            run.num_handoffs += 1
+            if run.guarantee is not RecoveryGuarantee.CONTINUATION:
+                run.guarantee = plan.guarantee  # once drawn anew, an answer is never exact again
         log.info(
             "request.recovered",
             request_id=run.request.request_id,
@@ -1101,14 +1104,13 @@ class Controller:
         run: RequestRun, *, reason: FinishReason, num_cached_tokens: int
     ) -> RequestFinish:
         num_prompt_tokens = len(run.request.prompt_token_ids)
-        plan = run.recovery
         return RequestFinish(
             reason=reason,
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=run.num_output_tokens,
             num_cached_tokens=min(num_cached_tokens, num_prompt_tokens),
             num_handoffs=run.num_handoffs,
-            guarantee=plan.guarantee.value if plan and run.num_handoffs else None,
+            guarantee=run.guarantee.value if run.guarantee else None,
         )
 
     def on_attempt_failed(self, run: RequestRun, error: DriverError) -> None:

@@ -15,7 +15,7 @@ from dsched.controller.request import InferenceRequest, RequestStream
 from dsched.drivers.base import AttemptFinish
 from dsched.drivers.wire import TokenLogprob
 from dsched.errors import DriverError
-from dsched.faults import RecoveryPlan, TokenJournal
+from dsched.faults import RecoveryGuarantee, RecoveryPlan, TokenJournal
 from dsched.ids import AttemptId, EngineId
 from dsched.routing import DecodeRouter
 
@@ -72,6 +72,7 @@ class RequestRun:
         "dispatch_ns",
         "excluded_ranks",
         "expected_token_ids",
+        "guarantee",
         "lost_ns",
         "num_attempt_tokens",
         "num_attempts",
@@ -129,6 +130,8 @@ class RequestRun:
         """Router's numbers of the ranks that failed it."""
         self.recovery: RecoveryPlan | None = None
         """How the attempt that runs or is wanted continues a lost one."""
+        self.guarantee: RecoveryGuarantee | None = None
+        """The weakest promise of all its handoffs; `None` before the first."""
         self.num_handoffs = 0
         self.expected_token_ids: list[int] = []
         """Tokens that a replay must give again before it gives new ones."""

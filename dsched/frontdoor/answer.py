@@ -41,9 +41,12 @@ class Answer:
         "_clock",
         "_connection",
         "_detokenizer",
+        "_event_id",
         "_finder",
         "_first_token_ns",
         "_format",
+        "_handoff",
+        "_has_event_ids",
         "_has_usage",
         "_headers",
         "_is_over",
@@ -55,6 +58,7 @@ class Answer:
         "_last_token_ns",
         "_logprobs",
         "_min_tokens",
+        "_num_client_tokens",
         "_num_output_tokens",
         "_num_pending_tokens",
         "_num_prompt_tokens",
@@ -91,7 +95,10 @@ class Answer:
         min_tokens: int,
         num_prompt_tokens: int,
         start_ns: int,
+        num_client_tokens: int | None = None,
     ) -> None:
+        """`num_client_tokens`: tokens whose text the client has from before; `None` for a client
+        that does not count them. With a number the events carry the count as their id."""
         self._connection = connection
         self._cancel = control.cancel
         self._clock = clock
@@ -111,7 +118,11 @@ class Answer:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_output_tokens = 0
         self._kept_ids: list[int] | None = [] if has_token_ids else None
-        self._is_rich = has_token_ids or logprobs is not None
+        self._num_client_tokens = num_client_tokens or 0
+        self._has_event_ids = num_client_tokens is not None and is_stream
+        self._event_id = 0
+        self._handoff: dict[str, Any] | None = None
+        self._is_rich = has_token_ids or logprobs is not None or self._has_event_ids
         self._written_logprobs: list[dict[str, Any]] = []
         self._pieces: list[str] = []
         self._pending: list[tuple[Sequence[int], Sequence[TokenLogprob] | None]] = []
@@ -158,6 +169,7 @@ class Answer:
         if finish.reason is FinishReason.ABORT:
             self._fail(ApiError(502, "the engine aborted the request", code="aborted"))
             return
+        self._note_handoff(finish)
         usage = Usage(
             num_prompt_tokens=finish.num_prompt_tokens,
             num_output_tokens=finish.num_output_tokens,
@@ -216,20 +228,47 @@ class Answer:
         self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
     ) -> None:
         """Turn tokens into text, look for stop strings, and emit."""
+        if self._has_event_ids:
+            num_known = min(max(0, self._num_client_tokens - first_index), len(token_ids))
+            if num_known:
+                known = None if logprobs is None else logprobs[:num_known]
+                self._pass_over(first_index, token_ids[:num_known], known)
+                logprobs = None if logprobs is None else logprobs[num_known:]
+            token_ids, first_index = token_ids[num_known:], first_index + num_known
         if self._finder is None:
             text = "".join(map(self._detokenizer.feed, token_ids))
         else:
             num_taken, text = self._search(self._finder, first_index, token_ids)
             token_ids = token_ids[:num_taken]
             logprobs = None if logprobs is None else logprobs[:num_taken]
+        self._event_id = first_index + len(token_ids)
         self._emit(text, token_ids, logprobs)
         if self._finder is not None and self._finder.is_found:
             usage = Usage(
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_output_tokens=first_index + len(token_ids),
             )
-            self._cancel(self.request_id)
+            stood = self._cancel(self.request_id)
+            if stood is not None:
+                self._note_handoff(stood)
             self._succeed(FinishReason.STOP.value, usage)
+
+    def _note_handoff(self, finish: RequestFinish) -> None:
+        """Remember what the client may rely on after a lost engine."""
+        if finish.guarantee is not None:
+            self._handoff = {"guarantee": finish.guarantee, "handoffs": finish.num_handoffs}
+
+    def _pass_over(
+        self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> None:
+        """Read tokens whose text the client has already."""
+        if self._finder is None:
+            for token_id in token_ids:
+                self._detokenizer.feed(token_id)
+        else:
+            self._search(self._finder, first_index, token_ids)
+        if self._logprobs is not None and logprobs:
+            self._logprobs.write(logprobs)
 
     def _search(
         self, finder: StopFinder, first_index: int, token_ids: Sequence[int]
@@ -267,6 +306,8 @@ class Answer:
             self._send(self._format.text_event(text))
 
     def _send(self, data: bytes) -> None:
+        if self._has_event_ids:
+            data = b"id: %d\n%b" % (self._event_id, data)
         if self._is_started:
             self._connection.write(data)
         else:
@@ -284,7 +325,8 @@ class Answer:
 
     def _send_end(self, reason: str, usage: Usage) -> None:
         if self._is_stream:
-            last = self._format.closing(reason, usage if self._has_usage else None)
+            asked = usage if self._has_usage else None
+            last = self._format.closing(reason, asked, handoff=self._handoff)
             if not self._is_started:
                 self._send(last)
                 last = b""
@@ -297,8 +339,11 @@ class Answer:
             usage=usage,
             logprobs=merged,
             token_ids=self._kept_ids,
+            handoff=self._handoff,
         )
         headers = [(b"content-type", b"application/json"), *self._headers]
+        if self._handoff is not None:
+            headers.append((b"x-dsched-guarantee", self._handoff["guarantee"].encode()))
         self._connection.respond(200, headers, body)
 
     def _fail(self, error: ApiError) -> None:

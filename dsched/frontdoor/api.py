@@ -13,6 +13,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import structlog
 
@@ -78,9 +79,12 @@ class CompletionApi:
     def handle(self, api: Api, request: HttpRequest, connection: ClientConnection) -> None:
         """Answer one request of `api`, now or through an `Answer`."""
         start_ns = self._clock.now_ns()
-        request_id, headers = self._identify(request)
+        request_id, headers, is_given = self._identify(request)
         call = Call(self, connection, request_id, headers, start_ns)
         try:
+            if is_given:
+                call.may_resume = True
+                call.num_client_tokens = _last_event_id(request.header(b"last-event-id"))
             parse = parse_completion if api is Api.COMPLETIONS else parse_chat
             body = parse(request.body)
             served, info = self._find_model(body.model)
@@ -113,6 +117,8 @@ class CompletionApi:
             ApiError: the rendered prompt breaks a rule.
         """
         request = intake.make_request(call.request_id, token_ids)
+        if call.may_resume:
+            request = replace(request, may_resume=True, num_client_tokens=call.num_client_tokens)
         answer = self._make_answer(call, intake, request)
         call.connection.attach(answer)
         self._open[request.request_id] = answer
@@ -167,20 +173,22 @@ class CompletionApi:
             min_tokens=request.sampling.min_tokens,
             num_prompt_tokens=len(request.prompt_token_ids),
             start_ns=call.start_ns,
+            num_client_tokens=call.num_client_tokens,
         )
 
-    def _identify(self, request: HttpRequest) -> tuple[RequestId, Headers]:
-        """Take the client's request id, or draw one; return it with the answer's headers."""
+    def _identify(self, request: HttpRequest) -> tuple[RequestId, Headers, bool]:
+        """Take the client's request id, or draw one; return it with the answer's headers, and
+        whether it is the client's own."""
         given = request.header(b"x-request-id")
         self._num_ids += 1
         drawn = f"{self._id_prefix}{self._num_ids:08x}"
         if given is None or not _REQUEST_ID.fullmatch(given):
-            return RequestId(drawn), [(b"x-request-id", drawn.encode())]
+            return RequestId(drawn), [(b"x-request-id", drawn.encode())], False
         request_id = RequestId(given.decode())
         if request_id in self._open:
             # Two requests in work share their client's id: inside they need different ones.
-            request_id = RequestId(f"{request_id}~{drawn}")
-        return request_id, [(b"x-request-id", given)]
+            return RequestId(f"{request_id}~{drawn}"), [(b"x-request-id", given)], False
+        return request_id, [(b"x-request-id", given)], True
 
     def _render_in_thread(self, call: "Call", intake: Intake) -> None:
         call.connection.attach(call)
@@ -240,7 +248,16 @@ class Call:
     A `Job` while its prompt is rendered on a thread.
     """
 
-    __slots__ = ("_api", "connection", "headers", "is_cancelled", "request_id", "start_ns")
+    __slots__ = (
+        "_api",
+        "connection",
+        "headers",
+        "is_cancelled",
+        "may_resume",
+        "num_client_tokens",
+        "request_id",
+        "start_ns",
+    )
 
     def __init__(
         self,
@@ -256,6 +273,9 @@ class Call:
         self.headers = headers
         self.start_ns = start_ns
         self.is_cancelled = False
+        self.may_resume = False
+        """The client gave the id, so it may repeat a request from before a restart."""
+        self.num_client_tokens: int | None = None
 
     def refuse(self, error: ApiError) -> None:
         self._api.count_refusal(error.status)
@@ -267,6 +287,16 @@ class Call:
 
     def on_writable(self) -> None:
         pass
+
+
+def _last_event_id(header: bytes | None) -> int | None:
+    """Return how many tokens the client has, by the id of the last event it read."""
+    if header is None:
+        return None
+    if not (header.isdigit() and len(header) <= 9):
+        shown = echo(header.decode("latin-1"))
+        raise ApiError(400, f"Last-Event-ID {shown!r} is not a count of tokens")
+    return int(header)
 
 
 def _unavailable(message: str, code: str) -> ApiError:

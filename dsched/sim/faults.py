@@ -377,7 +377,7 @@ class _Run:
                 stream_timeout_ns=20 * S,
             ),
             reprefill_tokens_per_rank=(None, 64, 512)[int(self._rng.integers(3))],
-            spare=("none", "n-1")[int(self._rng.integers(2))],  # type: ignore[arg-type]
+            spare=("none", "n-1")[int(self._rng.integers(2))],
             is_validating=True,
         )
         specs = tuple(
@@ -465,7 +465,7 @@ class _Run:
             {"temperature": 0.7, "frequency_penalty": 0.5},
         )
         changed = changes[int(rng.integers(len(changes)))]
-        sampling = msgspec.structs.replace(sampling, **changed)  # type: ignore[arg-type]
+        sampling = msgspec.structs.replace(sampling, **changed)
         return InferenceRequest(
             request_id=RequestId(f"r{index:04d}"),
             model=MODEL,
