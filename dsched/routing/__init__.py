@@ -2,12 +2,34 @@
 
 from dsched.routing.decode import DecodeRouter, RoutingDecision, RoutingReason, RoutingRequest
 from dsched.routing.ledger import RankState, ReportOutcome
+from dsched.routing.migration import (
+    MigrationConfig,
+    MigrationPlan,
+    MigrationView,
+    Move,
+    plan_migrations,
+)
+from dsched.routing.pairs import PairDecision, book_pair, pick_pair
+from dsched.routing.prefill import PrefillConfig, PrefillDecision, PrefillRouter
+from dsched.routing.prefix_index import PrefixIndex
 
 __all__ = [
     "DecodeRouter",
+    "MigrationConfig",
+    "MigrationPlan",
+    "MigrationView",
+    "Move",
+    "PairDecision",
+    "PrefillConfig",
+    "PrefillDecision",
+    "PrefillRouter",
+    "PrefixIndex",
     "RankState",
     "ReportOutcome",
     "RoutingDecision",
     "RoutingReason",
     "RoutingRequest",
+    "book_pair",
+    "pick_pair",
+    "plan_migrations",
 ]

@@ -45,7 +45,13 @@ from dsched.ids import EngineId, RankId
 from dsched.routing import kernels as k
 from dsched.routing.calibration import EngineSteps
 from dsched.routing.holding import HeldRequest, HoldQueue
-from dsched.routing.ledger import LoadLedger, RankLoad, RankState, ReportOutcome
+from dsched.routing.ledger import (
+    DEFAULT_MAX_REPORT_LAG_NS,
+    LoadLedger,
+    RankLoad,
+    RankState,
+    ReportOutcome,
+)
 from dsched.routing.longest import LongestBooking
 
 DEFAULT_REQUEST_NS = 200_000.0
@@ -150,6 +156,7 @@ class DecodeRouter:
         request_ns: float = DEFAULT_REQUEST_NS,
         kv_token_ns: float = DEFAULT_KV_TOKEN_NS,
         kv_headroom_fraction: float = 0.0,
+        max_report_lag_ns: int = DEFAULT_MAX_REPORT_LAG_NS,
         max_held_requests: int = DEFAULT_MAX_HELD_REQUESTS,
         max_hold_ns: int = DEFAULT_MAX_HOLD_NS,
         gather_ns: int = 0,
@@ -164,7 +171,9 @@ class DecodeRouter:
         """
         if router_index < 0:
             raise ValueError(f"router_index is {router_index}; it must not be negative")
-        self.ledger = LoadLedger(kv_headroom_fraction=kv_headroom_fraction)
+        self.ledger = LoadLedger(
+            kv_headroom_fraction=kv_headroom_fraction, max_report_lag_ns=max_report_lag_ns
+        )
         if num_routers < 1:
             raise ValueError(f"num_routers is {num_routers}; it must be at least 1")
         self._router_index = router_index

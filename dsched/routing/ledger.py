@@ -11,11 +11,11 @@ sum of two parts:
   an outage (llm-d/llm-d-router#2408).
 - **other**: what reports show beyond own: other routers, clients that talk to the engine directly.
 
-A report and the token stream race, so `reported - own` is known only up to the requests that the
-report may not contain yet (booked, no token seen) and those it may still contain (released since
-the last two reports). The estimate of *other* is kept unless a report proves it wrong: it is
-clipped into that interval. With one router the interval always holds 0, so nothing drifts; when
-the rank is quiet the interval is a point, so the estimate is exact.
+A report and the token stream race, so `reported - own` is known only up to what the report may not
+contain yet (booked or grown within `max_report_lag_ns` and at least one report) and what it may
+still contain (released within the same time). The estimate of *other* is kept unless a report
+proves it wrong: it is clipped into that interval. With one router the interval always holds 0, so
+nothing drifts; when the rank is quiet the interval is a point, so the estimate is exact.
 
 Reports may be lost, late, repeated or reordered, and engines restart: a report counts only if its
 `seq` is newer within its incarnation; an incarnation that was replaced is refused, unless it is
@@ -28,8 +28,9 @@ is credited for as long as reports confirm it.
 State: mutable, owned by one router. Cost: booking and growth O(1), a report O(1).
 """
 
+from collections import deque
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -41,6 +42,11 @@ from dsched.ids import RankId
 from dsched.routing import kernels as k
 from dsched.states import RankState as RankState
 
+DEFAULT_MAX_REPORT_LAG_NS = 100_000_000
+"""Shorter than the reports are late: ended requests look like load of others for a while. Longer:
+a change of the others' load that is no larger than what this router changed meanwhile is noticed
+that much later."""
+MAX_RECENT_CHANGES = 256
 MAX_KNOWN_INCARNATIONS = 8
 """Incarnations remembered for each rank. Fewer: a very late report may look like a restart.
 More: memory for engines that crash in a loop."""
@@ -74,9 +80,24 @@ class Booking:
 
 
 @dataclass(slots=True)
+class _Changes:
+    """What happened to own load between two reports of a rank."""
+
+    added_running: int = 0
+    added_kv: int = 0
+    removed_running: int = 0
+    removed_kv: int = 0
+    until_ns: int = 0
+
+
+@dataclass(slots=True)
 class _ReportTrack:
     """What reports of one rank have said so far, and what happened since."""
 
+    current: "_Changes" = field(default_factory=_Changes)
+    """Since the last applied report."""
+    recent: "deque[_Changes]" = field(default_factory=deque)
+    """Before it, one for each report of the last `max_report_lag_ns`, oldest first."""
     incarnation: str | None = None
     last_seq: int = -1
     last_time_ns: int | None = None
@@ -84,12 +105,6 @@ class _ReportTrack:
     """Newest seq of each replaced incarnation, oldest first."""
     returning: str | None = None
     num_returning: int = 0
-    released_running: int = 0
-    """Released since the last applied report."""
-    released_kv: int = 0
-    earlier_released_running: int = 0
-    """Released between the last two applied reports."""
-    earlier_released_kv: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +129,20 @@ class LoadLedger:
     was removed and its last booking released.
     """
 
-    def __init__(self, *, kv_headroom_fraction: float = 0.0) -> None:
-        """`kv_headroom_fraction` of each rank's KV is left for running requests to grow into."""
+    def __init__(
+        self,
+        *,
+        kv_headroom_fraction: float = 0.0,
+        max_report_lag_ns: int = DEFAULT_MAX_REPORT_LAG_NS,
+    ) -> None:
+        """Make an empty ledger.
+
+        `kv_headroom_fraction` of each rank's KV is left for running requests to grow into.
+        `max_report_lag_ns` is how much later than the token stream a report may come.
+        """
+        if max_report_lag_ns < 0:
+            raise ValueError(f"max_report_lag_ns is {max_report_lag_ns}; it must not be negative")
+        self._max_lag_ns = max_report_lag_ns
         if not 0.0 <= kv_headroom_fraction < 1.0:
             raise ValueError(
                 f"kv_headroom_fraction is {kv_headroom_fraction}; it must be in [0, 1)"
@@ -205,14 +232,19 @@ class LoadLedger:
         self._own_kv[rank] += num_prompt_tokens
         self._unseen_running[rank] += 1
         self._unseen_kv[rank] += num_prompt_tokens
+        current = self._tracks[rank].current
+        current.added_running += 1
+        current.added_kv += num_prompt_tokens
 
     def add_tokens(self, request_key: Hashable, num_tokens: int) -> None:
         """Grow a request by emitted tokens. Unknown keys are ignored: late chunks of ended ones."""
         booking = self._bookings.get(request_key)
         if booking is None:
             return
+        rank = booking.rank
         booking.num_kv_tokens += num_tokens
-        self._own_kv[booking.rank] += num_tokens
+        self._own_kv[rank] += num_tokens
+        self._tracks[rank].current.added_kv += num_tokens
         if not booking.is_seen:
             self._see(booking)
 
@@ -226,9 +258,9 @@ class LoadLedger:
             self._see(booking)
         self._own_running[rank] -= 1
         self._own_kv[rank] -= booking.num_kv_tokens
-        track = self._tracks[rank]
-        track.released_running += 1
-        track.released_kv += booking.num_kv_tokens
+        current = self._tracks[rank].current
+        current.removed_running += 1
+        current.removed_kv += booking.num_kv_tokens
         if self.table[k.STATE, rank] == k.REMOVED:
             self._free_if_empty(rank)
         return True
@@ -413,30 +445,37 @@ class LoadLedger:
         num_tokens = report.num_kv_tokens + report.num_waiting_prefill_tokens
         own_running = int(table[k.OWN_RUNNING, rank])
         own_kv = int(table[k.OWN_KV, rank])
+        other_kv = int(table[k.OTHER_KV, rank])
 
-        most_running = own_running + track.released_running + track.earlier_released_running
+        changes = (*track.recent, track.current)
         table[k.OTHER_RUNNING, rank] = _clip(
             int(table[k.OTHER_RUNNING, rank]),
-            num_requests - most_running,
-            num_requests - own_running + self._unseen_running[rank],
+            num_requests - own_running - sum(one.removed_running for one in changes),
+            num_requests - own_running + sum(one.added_running for one in changes),
         )
-        most_kv = own_kv + track.released_kv + track.earlier_released_kv
-        least_kv = own_kv - self._unseen_kv[rank]
-        others_can_hold_kv = table[k.OTHER_RUNNING, rank] > 0
-        table[k.OTHER_KV, rank] = (
-            _clip(int(table[k.OTHER_KV, rank]), num_tokens - most_kv, num_tokens - least_kv)
-            if others_can_hold_kv
-            else 0
-        )
-        table[k.SHARED_KV, rank] = max(0, least_kv - num_tokens)
+        added_kv = sum(one.added_kv for one in changes)
+        table[k.OTHER_KV, rank] = 0
+        if table[k.OTHER_RUNNING, rank] > 0:
+            table[k.OTHER_KV, rank] = _clip(
+                other_kv,
+                num_tokens - own_kv - sum(one.removed_kv for one in changes),
+                num_tokens - own_kv + added_kv,
+            )
+        confirmed_kv = own_kv - max(self._unseen_kv[rank], added_kv)
+        table[k.SHARED_KV, rank] = max(0, confirmed_kv - num_tokens)
         if report.kv_capacity_tokens > 0:
             table[k.KV_CAPACITY, rank] = report.kv_capacity_tokens
             table[k.KV_LIMIT, rank] = int(report.kv_capacity_tokens * (1.0 - self._headroom))
 
-        track.earlier_released_running = track.released_running
-        track.earlier_released_kv = track.released_kv
-        track.released_running = 0
-        track.released_kv = 0
+        track.current.until_ns = now_ns
+        track.recent.append(track.current)
+        track.current = _Changes()
+        # At least the changes before the last report: it may have been on its way already.
+        while len(track.recent) > 1 and (
+            now_ns - track.recent[0].until_ns > self._max_lag_ns
+            or len(track.recent) > MAX_RECENT_CHANGES
+        ):
+            track.recent.popleft()
         track.last_time_ns = now_ns
 
 

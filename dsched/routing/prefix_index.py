@@ -145,11 +145,14 @@ class PrefixIndex:
             key = _root(block_tokens)
             for end in range(block_tokens, len(tokens) + 1, block_tokens):
                 key = _child(key, tokens[end - block_tokens : end])
-                alive &= self._holders.get(key, 0)
+                still = alive & self._holders.get(key, 0)
+                for worker in _bits(alive & ~still):
+                    cached[worker] = end - block_tokens
+                alive = still
                 if not alive:
                     break
-                for worker in _bits(alive):
-                    cached[worker] = end
+            for worker in _bits(alive):
+                cached[worker] = len(tokens) // block_tokens * block_tokens
         return cached
 
     # ---- inside

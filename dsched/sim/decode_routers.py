@@ -21,6 +21,8 @@ from dsched.sim.traces import Trace
 
 ENGINE_ID = EngineId("group")
 INCARNATION = "sim"
+LONGEST_STEP_NS = 100_000_000
+"""What the routers are told that a step of delay may last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,8 @@ def simulate_routers(
     requests, concurrency = draw_requests(trace, group, run)
     routers = [
         make_router(group, router_index=index, num_routers=num_routers, run=run,
-                    is_synchronised=is_synchronised)
+                    is_synchronised=is_synchronised,
+                    max_report_lag_ns=report_delay_steps * LONGEST_STEP_NS)
         for index in range(num_routers)
     ]  # fmt: skip
     loop = _Loop(group, routers, requests, concurrency, is_late=is_late)
@@ -126,7 +129,7 @@ def simulate_routers(
 
 def make_router(
     group: DecodeGroup, *, router_index: int, num_routers: int, run: DecodeRun,
-    is_synchronised: bool,
+    is_synchronised: bool, max_report_lag_ns: int,
 ) -> DecodeRouter:  # fmt: skip
     """Return a router over all ranks of the group."""
     router = DecodeRouter(
@@ -139,6 +142,7 @@ def make_router(
         kv_token_ns=group.kv_token_ns * run.price_error,
         max_hold_ns=run.max_hold_ns,
         max_held_requests=1 << 30,
+        max_report_lag_ns=max_report_lag_ns,
     )
     for index in range(group.num_ranks):
         router.add_rank(
