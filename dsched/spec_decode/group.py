@@ -114,8 +114,6 @@ def plan_group(rows: ArrayLike, *, step_cost: StepCostCurve) -> GroupPlan:
         raise ValueError(f"the ranks' cost curve {table[0, _CURVE]} is not this one")
     if len(np.unique(table[:, _RANK])) < len(table):
         raise ValueError(f"two rows are of one rank: {sorted(table[:, _RANK].tolist())}")
-    # Integers add up the same in any order; sorted, so do the floats of the kernel.
-    table = table[np.argsort(table[:, _RANK], kind="stable")]
     counts = table[:, _HEAD : _HEAD + NUM_BINS]
     base = table[:, _REQUESTS] + table[:, _OTHER]
     most = int((base + counts.sum(axis=1)).max())

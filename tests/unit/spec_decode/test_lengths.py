@@ -156,6 +156,20 @@ class TestNoSpeculation:
         assert plan(0.004).lengths.tolist() == [1]
         assert plan(0.004).expected_seconds == pytest.approx(0.019)
 
+    def test_a_lost_draft_does_not_make_tokens_look_cheap(self) -> None:
+        """With the draft's 100 ms in the sum, all four tokens would look worth verifying."""
+
+        def lengths(draft_seconds: float) -> list[int]:
+            confidence = [[0.9, 0.3], [0.8, 0.2]]
+            return plan_verify_lengths(
+                confidence,
+                step_cost=curve_of(lambda b: 2 + b),
+                history=confidence,
+                draft_seconds=draft_seconds,
+            ).lengths.tolist()
+
+        assert lengths(0.1) == lengths(0.0) == [1, 1]
+
     def test_draft_cost_comes_from_the_curve_unless_given(self) -> None:
         text = (
             '{"bias_seconds":0.01,"bs_probes":[1,2],"alpha_seconds":[0.002,0.003],'
@@ -261,6 +275,22 @@ class TestContextCost:
     def test_fair_share_is_given_by_survival(self) -> None:
         assert self.plan(fairness=0.4).lengths.tolist() == [2, 1]
         assert self.plan(fairness=1.0).lengths.tolist() == [1, 2]
+
+    def test_tokens_of_a_draft_that_was_a_loss_are_still_used(self) -> None:
+        """The draft is made; with its cost in the sum all tokens would look worth verifying."""
+        context = ContextCost(kv_tokens=[1_000, 1_000], seconds_per_kv_token=1e-7, fairness=0.0)
+
+        def plan(draft_seconds: float) -> VerifyPlan:
+            return plan_verify_lengths(
+                [[0.9, 0.3], [0.8, 0.2]],
+                step_cost=curve_of(lambda b: 2 + b),
+                history=[[0.9, 0.3], [0.8, 0.2]],
+                context=context,
+                draft_seconds=draft_seconds,
+            )
+
+        assert plan(0.1).draft_gain < 0.0
+        assert plan(0.1).lengths.tolist() == plan(0.0).lengths.tolist() == [1, 1]
 
     def test_without_context_cost_it_changes_nothing(self) -> None:
         free = self.plan(fairness=0.0, seconds_per_kv_token=0.0)
