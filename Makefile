@@ -30,7 +30,7 @@ types: $(VENV)/.ready
 	$(BIN)/mypy
 
 test-fast: $(VENV)/.ready ## Tests without real engines
-	$(BIN)/pytest -q -m "not vllm and not sglang and not gpu and not slow"
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not vllm and not sglang and not gpu and not slow"
 
 test: $(VENV)/.ready engines ## The whole suite, real engines included
 	$(BIN)/pytest -q -m "not gpu"
