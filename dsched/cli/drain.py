@@ -15,6 +15,7 @@ import typer
 
 from dsched.cli.options import with_config
 from dsched.clock import SystemClock
+from dsched.config import RegistryConfig
 from dsched.config_load import LoadedConfig
 from dsched.errors import ConfigError
 from dsched.registry import open_registry, read_workers
@@ -50,19 +51,34 @@ def drain(
     It gets nothing new and stays drained, also over its own restart, until `dsched undrain`.
     Requests that cannot be continued elsewhere honestly finish where they are.
     """
-    asyncio.run(_drain(loaded.config.registry_url(), engine, deadline_s=deadline, is_waiting=wait))
+    config = loaded.config
+    asyncio.run(
+        _drain(
+            config.registry_url(),
+            engine,
+            deadline_s=deadline,
+            is_waiting=wait,
+            access=config.registry,
+        )
+    )
 
 
 @with_config
 def undrain(loaded: LoadedConfig, engine: EngineName) -> None:
     """Put a drained engine back into service."""
-    asyncio.run(_undrain(loaded.config.registry_url(), engine))
+    config = loaded.config
+    asyncio.run(_undrain(config.registry_url(), engine, access=config.registry))
 
 
 async def _drain(
-    registry_url: str, engine: str, *, deadline_s: float | None, is_waiting: bool
+    registry_url: str,
+    engine: str,
+    *,
+    deadline_s: float | None,
+    is_waiting: bool,
+    access: RegistryConfig | None = None,
 ) -> None:
-    urls = await admin_urls(registry_url)
+    urls = await admin_urls(registry_url, access=access)
     async with _session() as session:
         body = msgspec.json.encode({"deadline_s": deadline_s})
         answers = await _tell(session, urls, f"{_path(engine)}/drain", body)
@@ -75,16 +91,16 @@ async def _drain(
         typer.echo(f"{engine} is empty")
 
 
-async def _undrain(registry_url: str, engine: str) -> None:
-    urls = await admin_urls(registry_url)
+async def _undrain(registry_url: str, engine: str, *, access: RegistryConfig | None = None) -> None:
+    urls = await admin_urls(registry_url, access=access)
     async with _session() as session:
         await _tell(session, urls, f"{_path(engine)}/undrain", b"")
     typer.echo(f"{engine} is back in service")
 
 
-async def admin_urls(registry_url: str) -> list[str]:
+async def admin_urls(registry_url: str, *, access: RegistryConfig | None = None) -> list[str]:
     """Admin addresses of all dsched processes. Raises `ConfigError` where there is none."""
-    registry = open_registry(registry_url, clock=SystemClock(), create=False)
+    registry = open_registry(registry_url, clock=SystemClock(), create=False, config=access)
     try:
         view = read_workers(await registry.list_entries(""))
     finally:

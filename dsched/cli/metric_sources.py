@@ -8,7 +8,7 @@ from dsched.drivers.reports import ReportReader
 from dsched.faults import JournalStatus, MembershipView
 from dsched.frontdoor.stats import FrontDoorStats, LatencyHistogram
 from dsched.metrics import Sample
-from dsched.registry.registration import RegistrationStatus
+from dsched.registry.member import RegistryMember
 
 NS_PER_S = 1_000_000_000
 GAP_PARTS = ("total", "detect", "dispatch", "prefill")
@@ -147,11 +147,19 @@ def reader_samples(reader: ReportReader) -> Iterator[Sample]:
         yield Sample(name="dsched_reports_dropped_total", value=count, labels=(f"reader_{reason}",))
 
 
-def registry_samples(status: RegistrationStatus, *, now_ns: int) -> Iterator[Sample]:
-    """How this process is known to others."""
+def registry_samples(member: RegistryMember, *, now_ns: int) -> Iterator[Sample]:
+    """How this process is known to others, and who leads."""
+    status = member.registration.status()
     yield Sample(name="dsched_registry_registered", value=int(status.is_registered))
     if status.renewed_ns is not None:
         lag_s = (now_ns - status.renewed_ns) / NS_PER_S
         yield Sample(name="dsched_registry_lag_seconds", value=lag_s)
     yield Sample(name="dsched_registry_failures_total", value=status.num_failures)
     yield Sample(name="dsched_registry_leases_lost_total", value=status.num_leases_lost)
+    yield Sample(name="dsched_registry_following", value=int(member.cluster.is_following))
+    view = member.cluster.workers()
+    yield Sample(name="dsched_registry_instances", value=len(view.instances))
+    yield Sample(name="dsched_registry_conflicts", value=len(view.conflicts))
+    yield Sample(name="dsched_leader", value=int(member.election.epoch_now() is not None))
+    if member.election.leader is not None:
+        yield Sample(name="dsched_leader_epoch", value=member.election.leader.epoch)

@@ -37,31 +37,20 @@ from dsched.controller import (
     RankStatus,
 )
 from dsched.drivers.reports import ReportReader
-from dsched.errors import ConfigError, RegistryError
+from dsched.errors import ConfigError
 from dsched.faults import MemoryJournal, SqliteJournal, TokenJournal
 from dsched.faults.progress import ProgressLimits
 from dsched.frontdoor.door import FrontDoor
 from dsched.ids import AttemptIds, DpRank, EngineId, RankId
 from dsched.metrics import MetricsExporter, Sample
-from dsched.registry.base import Registry
-from dsched.registry.open import open_registry
-from dsched.registry.records import (
-    EngineRow,
-    InstanceRow,
-    RankRow,
-    WorkersView,
-    engine_key,
-    instance_key,
-)
-from dsched.registry.registration import Registration
+from dsched.registry.member import RegistryMember
+from dsched.registry.records import EngineRow, InstanceRow, RankRow, WorkersView
 from dsched.routing import DecodeRouter, RoutingRequest
 from dsched.sim.loop import AsyncioTimers
 
 log = structlog.get_logger(__name__)
 
 S = 1_000_000_000
-REGISTER_INTERVAL_S = 1.0
-"""Between two updates of the registry's view of engines; `dsched workers` is as old as that."""
 
 
 class Service:
@@ -107,6 +96,10 @@ class Service:
     async def _start(self) -> None:
         config = self.config
         Path(config.state_dir).mkdir(parents=True, exist_ok=True)
+        self._started_s = wall_time_s()
+        self.member = RegistryMember(config, clock=self._clock, instance_id=self.instance_id)
+        self._stack.push_async_callback(self.member.stop)
+        await self.member.check()
         self.journal = open_journal(config, owner=self.instance_id)
         self._stack.callback(self.journal.close)
         self.reports = ReportReader(
@@ -126,9 +119,8 @@ class Service:
         self.fleet: Fleet = await builder.build()
         await asyncio.to_thread(warm_router)
         self._start_controller(loop)
-        self._make_registration()
         await self._start_front_door()
-        self._start_registration()
+        self.member.start(instance=self._instance_row(), engines=self._engine_rows)
         log.info(
             "service.started",
             version=__version__,
@@ -186,13 +178,14 @@ class Service:
         exporter.add_source(self._registry_samples)
 
     def _registry_samples(self) -> Iterable[Sample]:
-        return registry_samples(self.registration.status(), now_ns=self._clock.now_ns())
+        return registry_samples(self.member, now_ns=self._clock.now_ns())
 
     # ---- registry and admin views
 
     def workers(self) -> WorkersView:
-        """What `dsched workers` and the admin API show of this process."""
-        return WorkersView(instances=(self._instance_row(),), engines=self._engine_rows())
+        """What `dsched workers` and the admin API show: this process, and others as last heard."""
+        own = WorkersView(instances=(self._instance_row(),), engines=self._engine_rows())
+        return self.member.workers(own)
 
     def _instance_row(self) -> InstanceRow:
         return InstanceRow(
@@ -208,33 +201,6 @@ class Service:
             _engine_row(status, url=self.fleet.urls.get(status.engine_id))
             for status in self.controller.engine_statuses()
         )
-
-    def _make_registration(self) -> None:
-        self._started_s = wall_time_s()
-        self._registry: Registry = open_registry(self.config.registry_url(), clock=self._clock)
-        self.registration = Registration(
-            self._registry, clock=self._clock, ttl_s=self.config.registry.lease_s
-        )
-
-    def _start_registration(self) -> None:
-        self._refresh_registration()
-        self._stack.push_async_callback(_close_registry, self._registry)
-        for coroutine in (self.registration.run(), self._keep_registration_fresh()):
-            self._stack.push_async_callback(_cancel, asyncio.create_task(coroutine))
-
-    async def _keep_registration_fresh(self) -> None:
-        while True:
-            await asyncio.sleep(REGISTER_INTERVAL_S)
-            self._refresh_registration()
-
-    def _refresh_registration(self) -> None:
-        self.registration.set(
-            instance_key(self.instance_id), msgspec.json.encode(self._instance_row())
-        )
-        for row in self._engine_rows():
-            self.registration.set(
-                engine_key(row.engine_id, self.instance_id), msgspec.json.encode(row)
-            )
 
 
 def warm_router() -> None:
@@ -331,14 +297,3 @@ def _rank_row(rank: RankStatus, *, state: str) -> RankRow:
         step_ns=rank.step_ns,
         report_age_ns=rank.report_age_ns,
     )
-
-
-async def _cancel(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-async def _close_registry(registry: Registry) -> None:
-    with contextlib.suppress(RegistryError):
-        await registry.close()

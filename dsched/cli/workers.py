@@ -17,8 +17,17 @@ from rich.table import Table
 
 from dsched.cli.options import with_config
 from dsched.clock import SystemClock
+from dsched.config import Config
 from dsched.config_load import LoadedConfig
-from dsched.registry import EngineRow, RankRow, WorkersView, open_registry, read_workers
+from dsched.errors import RegistryError
+from dsched.registry import (
+    EngineRow,
+    RankRow,
+    WorkersView,
+    merge_workers,
+    open_registry,
+    read_workers,
+)
 
 WORKERS_PATH = "/admin/v1/workers"
 ADMIN_TIMEOUT_S = 2.0
@@ -40,6 +49,8 @@ class FoundWorkers:
     view: WorkersView
     source: str
     """`live`, or `registry` when no dsched answered."""
+    fault: str | None = None
+    """Why the registry could not be read; the view is one dsched's own then."""
 
 
 @with_config
@@ -53,35 +64,39 @@ def workers(
     Reads the registry of the configuration (`registry.url`, by default in `state_dir`) and asks a
     running dsched for the load of this moment.
     """
-    found = asyncio.run(find_workers(loaded.config.registry_url()))
+    found = asyncio.run(find_workers(loaded.config))
     if json:
-        document = {"source": found.source, **msgspec.to_builtins(found.view)}
+        document = {"source": found.source, "fault": found.fault, **msgspec.to_builtins(found.view)}
         typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
         return
     print_workers(found, Console())
 
 
-async def find_workers(registry_url: str) -> FoundWorkers:
-    """Read the registry, then ask the dsched processes in it. Raises `RegistryError`."""
-    registry = open_registry(registry_url, clock=SystemClock(), create=False)
-    try:
-        view = read_workers(await registry.list_entries(""))
-    finally:
-        await registry.close()
+async def find_workers(config: Config) -> FoundWorkers:
+    """Read the registry, then ask the dsched processes in it.
+
+    When the registry is away, the dsched that the configuration names is asked for what it knows.
+    Raises `RegistryError` if that one does not answer either.
+    """
+    registry = open_registry(
+        config.registry_url(), clock=SystemClock(), create=False, config=config.registry
+    )
     timeout = aiohttp.ClientTimeout(total=ADMIN_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
+        try:
+            view = read_workers(await registry.list_entries(""))
+        except RegistryError as error:
+            url = f"http://{config.admin.host}:{config.admin.port}"
+            live = await _ask(session, url + WORKERS_PATH)
+            if live is None:
+                raise
+            return FoundWorkers(view=live, source="live", fault=str(error))
+        finally:
+            await registry.close()
         for instance in view.instances:
             live = await _ask(session, instance.admin_url + WORKERS_PATH)
             if live is not None:
-                engines = tuple(
-                    sorted(
-                        {e.engine_id: e for e in (*view.engines, *live.engines)}.values(),
-                        key=lambda engine: engine.engine_id,
-                    )
-                )
-                return FoundWorkers(
-                    view=msgspec.structs.replace(view, engines=engines), source="live"
-                )
+                return FoundWorkers(view=merge_workers(view, live), source="live")
     return FoundWorkers(view=view, source="registry")
 
 
@@ -113,9 +128,12 @@ def print_workers(found: FoundWorkers, console: Console) -> None:
                     markup=False,
                     soft_wrap=True,
                 )
+    leader = found.view.leader
     for instance in found.view.instances:
+        is_leader = leader is not None and leader.instance_id == instance.instance_id
         console.print(
-            f"dsched {instance.version}: {instance.front_door_url}, admin {instance.admin_url}",
+            f"dsched {instance.version}: {instance.front_door_url}, admin {instance.admin_url}"
+            f"{', leader' if is_leader else ''}",
             highlight=False,
             soft_wrap=True,
         )
@@ -123,6 +141,8 @@ def print_workers(found: FoundWorkers, console: Console) -> None:
         console.print("No dsched answered; loads are those last written to the registry.")
     for key in found.view.unreadable:
         console.print(f"Registry key {key} is of another dsched version; left out.")
+    for text in (*found.view.conflicts, *([found.fault] if found.fault else [])):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _to_table(engines: Sequence[EngineRow]) -> Table:

@@ -172,6 +172,11 @@ _METRICS = (
     _gauge("dsched_registry_lag_seconds", "Time since the registry last answered."),
     _counter("dsched_registry_failures_total", "Failed calls of the registry."),
     _counter("dsched_registry_leases_lost_total", "Leases that ran out while dsched was alive."),
+    _gauge("dsched_registry_following", "1 while changes by other processes are heard."),
+    _gauge("dsched_registry_instances", "dsched processes in the registry, this one included."),
+    _gauge("dsched_registry_conflicts", "Engine ids that processes use for different engines."),
+    _gauge("dsched_leader", "1 while this process is the one that may rebalance."),
+    _gauge("dsched_leader_epoch", "Epoch of the leader heard of last; rises with every new one."),
 )
 
 CATALOG: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _METRICS})

@@ -8,7 +8,7 @@ A **lease** is renewed or runs out; the keys put under it go with it.
 Every method may raise `RegistryError`; the caller goes on with what it knew and tries again.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -110,9 +110,10 @@ class Registry(Protocol):
         """Return all entries whose key starts with `prefix`."""
         ...
 
-    def watch(self, prefix: str, *, from_revision: int) -> AsyncIterator[RegistryChange]:
+    def watch(self, prefix: str, *, from_revision: int) -> AsyncGenerator[RegistryChange, None]:
         """Yield every change from `from_revision` on, in order, each once, without end.
 
+        Keys that went with one lease may have gone in one revision; go on after the last of them.
         Raises `WatchLostError` if that far back is no longer known.
         """
         ...

@@ -13,7 +13,7 @@ twice. What is compacted away meanwhile, or an etcd that begins anew with smalle
 import asyncio
 import math
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
@@ -185,7 +185,9 @@ class EtcdRegistry:
             revision=answer.header.revision,
         )
 
-    async def watch(self, prefix: str, *, from_revision: int) -> AsyncIterator[RegistryChange]:
+    async def watch(
+        self, prefix: str, *, from_revision: int
+    ) -> AsyncGenerator[RegistryChange, None]:
         """Yield every change from `from_revision` on. Raises `WatchLostError`."""
         await self._check_not_ahead(from_revision)
         while True:

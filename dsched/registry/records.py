@@ -1,8 +1,9 @@
 """What dsched processes write into the registry: themselves, and the engines as they see them.
 
-`instances/ID` is one dsched process. `engines/ENGINE/ID` is one engine as the process `ID` sees it,
-with its DP ranks and their load; several processes over the same engines each write their own view.
-Values are JSON, so that `sqlite3` or `etcdctl` shows them to a human.
+`instances/ID` is one dsched process; `election/rebalancing` names the one that leads.
+`engines/ENGINE/ID` is one engine as the process `ID` sees it, with its DP ranks and their load;
+several processes over the same engines each write their own view. Values are JSON, so that
+`sqlite3` or `etcdctl` shows them to a human.
 """
 
 from typing import Annotated, Literal
@@ -14,6 +15,8 @@ from dsched.registry.base import Listing
 
 INSTANCES = "instances/"
 ENGINES = "engines/"
+ELECTION_KEY = "election/rebalancing"
+"""Held by the process that may rebalance; its creation is the leader epoch."""
 
 Count = Annotated[int, Meta(ge=0)]
 RankStateName = Literal["up", "suspect", "down", "draining"]
@@ -65,6 +68,14 @@ class InstanceRow(Record, frozen=True, kw_only=True):
     """Seconds since 1970."""
 
 
+class LeaderRow(Record, frozen=True, kw_only=True):
+    """The process that leads."""
+
+    instance_id: str
+    epoch: Count | None = None
+    """Filled in when it is read: the revision that created the key."""
+
+
 class WorkersView(Record, frozen=True, kw_only=True):
     """All that `dsched workers` shows; also the answer of `GET /admin/v1/workers`."""
 
@@ -73,6 +84,9 @@ class WorkersView(Record, frozen=True, kw_only=True):
     """Sorted by engine id."""
     unreadable: tuple[str, ...] = ()
     """Registry keys of another version."""
+    leader: LeaderRow | None = None
+    conflicts: tuple[str, ...] = ()
+    """Engine ids that processes use for different engines, with what differs."""
 
 
 def instance_key(instance_id: str) -> str:
@@ -91,21 +105,47 @@ def read_workers(listing: Listing) -> WorkersView:
     A value that cannot be read (of an older or newer dsched) is named in `unreadable`.
     """
     instances: list[InstanceRow] = []
-    engines: dict[str, tuple[int, EngineRow]] = {}
+    views: dict[str, list[tuple[int, EngineRow]]] = {}
     unreadable: list[str] = []
+    leader: LeaderRow | None = None
     for entry in listing.entries:
         try:
             if entry.key.startswith(INSTANCES):
                 instances.append(msgspec.json.decode(entry.value, type=InstanceRow))
             elif entry.key.startswith(ENGINES):
                 row = msgspec.json.decode(entry.value, type=EngineRow)
-                known = engines.get(row.engine_id)
-                if known is None or known[0] < entry.mod_revision:
-                    engines[row.engine_id] = (entry.mod_revision, row)
+                views.setdefault(row.engine_id, []).append((entry.mod_revision, row))
+            elif entry.key == ELECTION_KEY:
+                leader = msgspec.json.decode(entry.value, type=LeaderRow)
+                leader = msgspec.structs.replace(leader, epoch=entry.create_revision)
         except msgspec.MsgspecError:
             unreadable.append(entry.key)
+    newest = {name: max(rows, key=lambda each: each[0])[1] for name, rows in sorted(views.items())}
+    conflicts = {name: _conflict([row for _, row in rows]) for name, rows in sorted(views.items())}
     return WorkersView(
         instances=tuple(instances),
-        engines=tuple(row for _, (_, row) in sorted(engines.items())),
+        engines=tuple(newest.values()),
         unreadable=tuple(unreadable),
+        leader=leader,
+        conflicts=tuple(text for text in conflicts.values() if text is not None),
     )
+
+
+def merge_workers(registered: WorkersView, own: WorkersView) -> WorkersView:
+    """Put what a process knows of itself at this moment over what the registry has."""
+    instances = {row.instance_id: row for row in (*registered.instances, *own.instances)}
+    engines = {row.engine_id: row for row in (*registered.engines, *own.engines)}
+    return msgspec.structs.replace(
+        registered,
+        instances=tuple(row for _, row in sorted(instances.items())),
+        engines=tuple(row for _, row in sorted(engines.items())),
+    )
+
+
+def _conflict(views: list[EngineRow]) -> str | None:
+    """Say what differs in the views of one engine that must not."""
+    for field in ("url", "pool", "model"):
+        stated = sorted({str(value) for row in views if (value := getattr(row, field))})
+        if len(stated) > 1:
+            return f"engine id {views[0].engine_id} has more than one {field}: {', '.join(stated)}"
+    return None

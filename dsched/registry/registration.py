@@ -3,7 +3,8 @@
 A renewal is due at half of the time that is *left* of the lease, not at half of its length: after a
 failed one, the next tries come closer together while there is time (10 s: at 5, 7.5, 8.75, 9.375),
 so an outage shorter than the lease does not lose it. A lost lease is granted anew and everything is
-put again, under the same keys. Nothing here ever ends the process or its streams.
+put again, under the same keys. Many entries over a slow registry are written in several rounds with
+a renewal in each. Nothing here ever ends the process or its streams.
 """
 
 import asyncio
@@ -116,6 +117,8 @@ class Registration:
             if self._failed_reason is not None:
                 log.info("registry.recovered")
             self._failed_reason = None
+            if self._written != self._wanted:
+                return self._clock.now_ns()
         return next_renewal_ns(self._clock.now_ns(), expires_ns=self._expires_ns)
 
     async def _renew(self, started_ns: int) -> None:
@@ -132,6 +135,8 @@ class Registration:
         self._renewed_ns = started_ns
 
     async def _write(self) -> None:
+        """Write what differs, until it is done or a renewal is due."""
+        due_ns = next_renewal_ns(self._clock.now_ns(), expires_ns=self._expires_ns)
         for key in sorted(self._written.keys() - self._wanted.keys()):
             await self._registry.delete(key)
             del self._written[key]
@@ -139,6 +144,8 @@ class Registration:
             if self._written.get(key) != value:
                 await self._registry.put(key, value, lease_id=self._lease_id)
                 self._written[key] = value
+                if self._clock.now_ns() >= due_ns:
+                    return
 
     def _lose_lease(self) -> None:
         log.warning("registry.lease_lost", lease_id=self._lease_id)

@@ -5,7 +5,7 @@ stops the loop. Watches ask for news every `poll_interval_s`; SQLite has no way 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -82,7 +82,9 @@ class SqliteRegistry:
         """Return all entries whose key starts with `prefix`."""
         return await self._call(self._file.list_entries, prefix)
 
-    async def watch(self, prefix: str, *, from_revision: int) -> AsyncIterator[RegistryChange]:
+    async def watch(
+        self, prefix: str, *, from_revision: int
+    ) -> AsyncGenerator[RegistryChange, None]:
         """Yield every change from `from_revision` on. Raises `WatchLostError`."""
         while True:
             changes, from_revision = await self._call(

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dsched.cli.workers import FoundWorkers, find_workers, print_workers
 from dsched.clock import SystemClock
-from dsched.config import AdminConfig
+from dsched.config import AdminConfig, Config, RegistryConfig
 from dsched.frontdoor.admin import AdminServer, make_admin_app
 from dsched.registry import (
     EngineRow,
@@ -85,7 +85,7 @@ async def test_live_load_replaces_that_of_the_registry(admin_url: str, tmp_path:
     url = f"sqlite:///{tmp_path / 'r.sqlite3'}"
     await register(url, admin_url)
 
-    found = await find_workers(url)
+    found = await find_workers(Config(registry=RegistryConfig(url=url)))
 
     assert found.source == "live"
     assert [row.engine_id for row in found.view.engines] == ["a", "gone"]
@@ -98,7 +98,7 @@ async def test_dead_dsched_leaves_the_registry(admin: str, tmp_path: Path) -> No
     url = f"sqlite:///{tmp_path / 'r.sqlite3'}"
     await register(url, admin)
 
-    found = await find_workers(url)
+    found = await find_workers(Config(registry=RegistryConfig(url=url)))
 
     assert found.source == "registry"
     assert found.view.engines[0].ranks[0].num_running == 1

@@ -83,7 +83,9 @@ async def test_calls_from_many_tasks_are_one_after_the_other() -> None:
     assert entry.value == bytes([winner])
 
 
-@pytest.mark.parametrize("url", ["etcd://", "etcd://h:x", "sqlite://x", "sqlite:///", "", "file://x"])
+@pytest.mark.parametrize(
+    "url", ["etcd://", "etcd://h:x", "sqlite://x", "sqlite:///", "", "file://x"]
+)
 def test_unknown_url_is_refused(url: str) -> None:
     """The URL is shown."""
     with pytest.raises(ConfigError, match=r"^\$\.registry\.url: "):
