@@ -145,10 +145,10 @@ class _Decision(NamedTuple):
     """Sum of the survivals of the chosen tokens."""
 
 
+# Empty arrays hold nothing to change. Marked read-only they would be another type for numba, and
+# every kernel would be compiled twice.
 _NO_COUNTS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 _NO_ACCEPTANCE: NDArray[np.float64] = np.zeros(0, dtype=np.float64)
-for _array in (_NO_COUNTS, _NO_ACCEPTANCE):
-    _array.flags.writeable = False
 
 
 def plan_verify_lengths(
@@ -446,7 +446,7 @@ def _as_acceptance(acceptance: ArrayLike, confidence: NDArray[Any]) -> NDArray[n
         )
     if not ((start >= 0.0) & (start <= 1.0)).all():
         raise ValueError(f"acceptance is {acceptance!r}; it must be in [0, 1]")
-    return np.ascontiguousarray(np.broadcast_to(start, confidence.shape[1:]))
+    return np.array(np.broadcast_to(start, confidence.shape[1:]))
 
 
 def _mean_confidence(history: NDArray[Any]) -> NDArray[np.float64] | None:

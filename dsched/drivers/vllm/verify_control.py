@@ -152,8 +152,16 @@ class VerifyControl:
         """Compile what `plan` calls, so that no step waits for the compiler."""
         curve = StepCostCurve.from_samples([1, 2], [0.001, 0.002])
         history = np.full((1, self.num_positions), 0.5)
-        plan_verify_lengths(history, step_cost=curve, history=history)
-        plan_verify_lengths(history, step_cost=curve, mode="synchronous")
+        counts = np.ones(1, dtype=np.int64)
+        for mode in ("asynchronous", "synchronous"):
+            plan_verify_lengths(
+                history,
+                step_cost=curve,
+                history=history,
+                acceptance=self.acceptance.statistics.acceptance,
+                num_drafts=counts,
+                mode=mode,
+            )
 
     def start_step(self) -> None:
         """A schedule call begins."""

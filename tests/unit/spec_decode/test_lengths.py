@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from dsched.costs import StepCostCurve
-from dsched.spec_decode import ContextCost, VerifyMode, VerifyPlan, plan_verify_lengths
+from dsched.spec_decode import (
+    ContextCost,
+    VerifyMode,
+    VerifyPlan,
+    kernels,
+    plan_verify_lengths,
+)
 
 THREE = [[0.9, 0.8, 0.5], [0.6, 0.5, 0.9], [0.95, 0.9, 0.9]]
 
@@ -401,3 +407,30 @@ def test_plan_is_read_only_and_carries_its_epoch() -> None:
     assert plan.epoch == 7
     with pytest.raises(ValueError, match="read-only"):
         plan.lengths[0] = 1
+
+
+def test_all_ways_to_call_share_one_compiled_kernel() -> None:
+    """Another numba type would make an engine's first step wait for the compiler."""
+    confidence = np.full((2, 3), 0.5)
+    arguments = [
+        {"history": confidence},
+        {"history": confidence, "num_drafts": [1, 2]},
+        {"history": confidence, "acceptance": 0.5},
+        {"acceptance": np.array([0.5, 0.5, 0.5])},
+        {"history": np.where([[True], [False]], confidence, math.nan), "draft_seconds": 0.1},
+        {"history": confidence[None]},
+    ]
+
+    def kinds() -> set[tuple[str, ...]]:
+        """Types of everything but confidence and history, which may be float32 or float64."""
+        signatures = kernels.plan_asynchronous.signatures
+        return {tuple(str(kind) for kind in signature[2:]) for signature in signatures}
+
+    plan_verify_lengths(confidence, step_cost=LINE, **arguments[0])
+    before = kinds()
+
+    for each in arguments:
+        plan_verify_lengths(confidence, step_cost=LINE, **each)
+        plan_verify_lengths(confidence.astype(np.float32), step_cost=LINE, **each)
+
+    assert kinds() == before
