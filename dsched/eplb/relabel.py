@@ -182,9 +182,13 @@ def reorder_rank(
     """Write one rank: experts that stay at their old slots, then arrivals in the free ones."""
     stays = np.zeros(width, np.bool_)
     for offset in range(width):
+        expert = old[start + offset]
         for other in range(start, start + width):
-            if old[start + offset] != num_experts and slots[other] == old[start + offset]:
+            if expert != num_experts and slots[other] == expert:
                 stays[offset] = True
+        for other in range(start, start + offset):
+            if old[other] == expert:  # doubled before: only the first place counts
+                stays[offset] = False
     position = 0
     for offset in range(width):
         if stays[offset]:
