@@ -1,9 +1,8 @@
 """Where `dsched calibrate` gets steps from: a live engine, or NVIDIA's AIConfigurator.
 
 A live engine is swept through its driver, as the controller would use it. A chunk's time is the
-time to the first token of a prompt whose beginning is in the prefix cache already; a decode step's
-time is the mean gap between tokens while the batch runs. Both include the way to the engine and
-its scheduler, which is what a step costs its users.
+time to the first token of a prompt whose beginning is in the prefix cache already, and includes
+the way to the engine; a decode step's time is the difference of a long and a short answer, a token.
 """
 
 import asyncio
@@ -39,9 +38,8 @@ AIC_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 AIC_CONTEXTS = (1_024, 8_192, 32_768)
 MAX_AIC_EP = 8
 """GPUs of one node."""
-DECODE_TOKENS = 48
-SKIPPED_TOKENS = 4
-"""First tokens of a batch, while it is still forming."""
+SHORT_ANSWER, LONG_ANSWER = 8, 56
+"""Tokens of the two runs whose difference is the time of decode steps."""
 
 
 def _ints() -> NDArray[np.int64]:
@@ -146,26 +144,38 @@ class EngineSweep:
             [(chunk, past, statistics.median(values)) for (chunk, past), values in times.items()]
         )
 
-    async def decode(self, batches: Sequence[int], contexts: Sequence[int]) -> StepSamples:
-        """Time the gaps between tokens while a batch of equal requests runs."""
+    async def decode(
+        self, batches: Sequence[int], contexts: Sequence[int], *, repeats: int
+    ) -> StepSamples:
+        """Time batches of equal requests: a long answer less a short one, a token a step.
+
+        Tokens may arrive in bursts, so gaps tell little; the best of the repeats of each length
+        leaves out what a busy machine added. A shape that noise makes free is left out.
+        """
         rows = []
         for context in contexts:
             for batch in batches:
                 if batch > self._description.max_running_requests:
                     continue
-                if context + DECODE_TOKENS > self._description.max_model_len:
+                if context + LONG_ANSWER > self._description.max_model_len:
                     continue
-                prompts = [self._new_prompt(context) for _ in range(batch)]
-                answers = await self._run(prompts, max_tokens=DECODE_TOKENS)
-                # The mean over the run, since tokens may arrive in bursts; the median over streams.
-                gaps = [
-                    (answer.token_ns[-1] - answer.token_ns[SKIPPED_TOKENS])
-                    / (len(answer.token_ns) - 1 - SKIPPED_TOKENS)
-                    for answer in answers
+                short_ns = [
+                    await self._batch_ns(batch, context, SHORT_ANSWER) for _ in range(repeats)
                 ]
-                kv = batch * (context + DECODE_TOKENS // 2)
-                rows.append((batch, kv, statistics.median(gaps) / 1e9))
+                long_ns = [
+                    await self._batch_ns(batch, context, LONG_ANSWER) for _ in range(repeats)
+                ]
+                step_ns = (min(long_ns) - min(short_ns)) / (LONG_ANSWER - SHORT_ANSWER)
+                if step_ns > 0:
+                    kv = batch * (context + (SHORT_ANSWER + LONG_ANSWER) // 2)
+                    rows.append((batch, kv, step_ns / 1e9))
         return StepSamples.of(rows)
+
+    async def _batch_ns(self, batch: int, context: int, num_tokens: int) -> int:
+        prompts = [self._new_prompt(context) for _ in range(batch)]
+        start_ns = self._clock.now_ns()
+        answers = await self._run(prompts, max_tokens=num_tokens)
+        return max(answer.token_ns[-1] for answer in answers) - start_ns
 
     async def _run(self, prompts: Sequence[tuple[int, ...]], *, max_tokens: int) -> list[_Answer]:
         answers = []
@@ -223,7 +233,7 @@ async def sweep(
             # The first step of an engine compiles and allocates.
             await run.prefill(chunks[:1], pasts[:1], repeats=2)
             prefill = await run.prefill(chunks, pasts, repeats=repeats)
-            return prefill, await run.decode(batches, contexts)
+            return prefill, await run.decode(batches, contexts, repeats=repeats)
         except DriverError as error:
             raise ConfigError(f"engine {driver.engine_id}: {error}") from error
     finally:
