@@ -88,18 +88,18 @@ def main() -> None:
     cases = [case for case in CASES if (options.traces / case.file).is_file()]
     if not cases:
         print(f"no traces in {options.traces}: generated lengths instead", file=sys.stderr)
-        rows += share_rows(GENERATED, generate_workload(num_requests=5000), options.quick, 2)
+        rows += share_rows(GENERATED, generate_workload(num_requests=5000), 2, quick=options.quick)
     for case in cases:
         trace = read_trace(options.traces / case.file)
-        rows += share_rows(case, trace, options.quick, num_seeds)
-        rows += router_rows(case, trace, options.quick)
+        rows += share_rows(case, trace, num_seeds, quick=options.quick)
+        rows += router_rows(case, trace, quick=options.quick)
         rows += stale_rows(case, trace, num_seeds)
         if case.name == "mooncake":
-            rows += scale_rows(case, trace, options.quick, num_seeds)
+            rows += scale_rows(case, trace, num_seeds, quick=options.quick)
             rows += open_loop_rows(trace, num_seeds)
-            rows += prefill_rows(case.name, trace, options.quick, num_seeds)
+            rows += prefill_rows(case.name, trace, num_seeds, quick=options.quick)
         if case.name == "agentic":
-            rows += prefill_rows(case.name, trace, options.quick, num_seeds)
+            rows += prefill_rows(case.name, trace, num_seeds, quick=options.quick)
     report("routing", rows, seeds=num_seeds, json_path=options.json)
 
 
@@ -118,7 +118,7 @@ def default_traces() -> Path:
 # ---- throughput
 
 
-def share_rows(case: Case, trace: Trace, quick: bool, num_seeds: int) -> list[Row]:
+def share_rows(case: Case, trace: Trace, num_seeds: int, *, quick: bool) -> list[Row]:
     """Placement, late binding and migration beside the peers."""
     peers = {
         name: statistics.mean(shares(case, trace, name, num_seeds, quick=quick))
@@ -195,13 +195,13 @@ def bound_row(case: Case, trace: Trace, num_seeds: int, *, quick: bool) -> Row:
     )
 
 
-def router_rows(case: Case, trace: Trace, quick: bool) -> list[Row]:
+def router_rows(case: Case, trace: Trace, *, quick: bool) -> list[Row]:
     """Points that four routers lose against one, all real routers with reports every step."""
-    num_steps = 2000 if case.name == "agentic" else 300 if quick else 800
+    num_steps = 2000 if case.name == "agentic" else 300 if quick else 400
     rows = []
     for delay in (0, 1) if not quick else (0,):
         lost = []
-        for seed in range(1 if quick else 3):
+        for seed in range(1 if quick else 2):
             run = DecodeRun(
                 seed=seed, requests_per_rank=case.requests_per_rank, num_steps=num_steps,
                 warm_steps=num_steps // 4,
@@ -247,7 +247,7 @@ def stale_rows(case: Case, trace: Trace, num_seeds: int) -> list[Row]:
     ]  # fmt: skip
 
 
-def scale_rows(case: Case, trace: Trace, quick: bool, num_seeds: int) -> list[Row]:
+def scale_rows(case: Case, trace: Trace, num_seeds: int, *, quick: bool) -> list[Row]:
     """320 ranks."""
     group = DecodeGroup(num_ranks=320)
     seeds = range(1 if quick else num_seeds)
@@ -288,7 +288,7 @@ def open_loop_rows(trace: Trace, num_seeds: int) -> list[Row]:
 # ---- prefill
 
 
-def prefill_rows(name: str, trace: Trace, quick: bool, num_seeds: int) -> list[Row]:
+def prefill_rows(name: str, trace: Trace, num_seeds: int, *, quick: bool) -> list[Row]:
     """Chunk rules in full backlog, TTFT and step balance under load; 32 ranks."""
     group = PrefillGroup()
     short = select(trace, np.flatnonzero(trace.num_prompt_tokens <= 262_144))
@@ -328,14 +328,14 @@ def prefill_rows(name: str, trace: Trace, quick: bool, num_seeds: int) -> list[R
                 (result.ttft_p99_s[0], *result.step_balance_pct)
             )
     first = {policy: [one[0] for one in values] for policy, values in by_policy.items()}
-    for policy in ("least_cost", "buckets"):
-        rows.append(
-            Row(metric="ttft_p99_s", case=f"{name} <16K at {load:.0%} load, {policy}",
-                ours=statistics.mean(first[policy]), spread=half_quartile_range(first[policy]),
-                better="lower", target=4.0 if name == "mooncake" else None,
-                peers={one: statistics.mean(values) for one, values in first.items()
-                       if one not in ("least_cost", "buckets")})
-        )  # fmt: skip
+    rows.extend(
+        Row(metric="ttft_p99_s", case=f"{name} <16K at {load:.0%} load, {policy}",
+            ours=statistics.mean(first[policy]), spread=half_quartile_range(first[policy]),
+            better="lower", target=4.0 if name == "mooncake" else None,
+            peers={one: statistics.mean(values) for one, values in first.items()
+                   if one not in ("least_cost", "buckets")})
+        for policy in ("least_cost", "buckets")
+    )  # fmt: skip
     one_group = statistics.mean(one[1] for one in by_policy["least_cost"])
     for bucket in range(len(by_policy["buckets"][0]) - 1):
         values = [one[1 + bucket] for one in by_policy["buckets"]]
