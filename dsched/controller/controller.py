@@ -965,7 +965,7 @@ class Controller:
                 run = self._waiting[held.request_key]  # type: ignore[index]
                 if held.decision.rank is not None and not self._has_spare(run):
                     break  # what is free is kept for the loss of a group
-                router.drop_held(held.request_key)
+                router.drop_held(held.request_key, is_served=held.decision.rank is not None)
                 if held.decision.rank is None:
                     self._end_unroutable(run, held.decision)
                 else:
