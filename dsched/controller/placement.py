@@ -51,7 +51,7 @@ def plan_group_placement(
     ...     capabilities=EngineCapabilities()))
     >>> _ = membership.apply_rank_lost(RankId(EngineId("e"), DpRank(1)), "gone")
     >>> plan = plan_group_placement(membership.view(), "e", [[9, 1, 1, 1]], num_slots=8)
-    >>> plan.placement.slot_expert[0, 2:4].tolist(), plan.epoch == membership.epoch
+    >>> plan.placement.slot_expert[0, 2:4].tolist(), plan.placement.epoch == membership.epoch
     ([-1, -1], True)
     """
     if ep_ranks_per_dp_rank < 1:

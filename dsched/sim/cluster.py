@@ -22,7 +22,13 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from dsched.controller import Controller, ControllerSettings, EngineSpec, PoolSpec
+from dsched.controller import (
+    Controller,
+    ControllerObserver,
+    ControllerSettings,
+    EngineSpec,
+    PoolSpec,
+)
 from dsched.controller.request import InferenceRequest, RequestError, RequestFinish, RequestStream
 from dsched.costs.affine import AffineStepCost
 from dsched.drivers.wire import SamplingParams, TokenLogprob
@@ -141,6 +147,7 @@ class SimCluster:
         policy: SimPolicy = SimPolicy.TWO_TERM,
         settings: ControllerSettings | None = None,
         report_faults: ReportFaults | None = None,
+        observer: ControllerObserver | None = None,
         seed: int = 0,
         is_batching: bool = True,
     ) -> None:
@@ -190,7 +197,8 @@ class SimCluster:
             clock=self.loop.clock,
             host=host,
             attempt_ids=AttemptIds(process_tag=seed % (1 << 64)),
-            settings=settings or _patient_settings(self.cost, policy),
+            settings=settings or patient_settings(self.cost, policy),
+            observer=observer,
         )
         host.tick = self.controller.tick
         # Held requests are released by reports.
@@ -407,7 +415,7 @@ def _idle_rank_ns(cost: StepCost) -> float:
     return float(cost.step_ns(nothing, nothing, nothing, nothing)[0])
 
 
-def _patient_settings(cost: StepCost, policy: SimPolicy) -> ControllerSettings:
+def patient_settings(cost: StepCost, policy: SimPolicy) -> ControllerSettings:
     """The controller's defaults, priced by `cost`, that wait instead of refusing."""
     one, nothing = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     idle_ns = _idle_rank_ns(cost)
