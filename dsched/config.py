@@ -463,6 +463,55 @@ def verify_settings_from_environment() -> VerifySettings:
     return VerifySettings(is_on=text == "on", step_cost=os.environ.get("DSCHED_STEP_COST") or None)
 
 
+class EplbSettings(Section, frozen=True, kw_only=True):
+    """How expert placements are planned inside an engine process."""
+
+    is_on: bool
+    """Plan them; else the engine's own planner does."""
+    trigger: Annotated[float, Meta(ge=0, le=100)] = 0.03
+    """Heaviest over mean rank load, less one, above which a layer is changed."""
+    stop: Annotated[float, Meta(ge=0, le=100)] = 0.02
+    """The same, at which a changed layer is good enough; at most `trigger`."""
+    max_moves: Count | None = None
+    """Expert copies that may move in one layer at a time; `None`: as many as it takes."""
+    keep_groups: bool = False
+    """Keep each expert group of the model on one node (prefill with group-limited routing)."""
+
+
+def eplb_settings_from_environment() -> EplbSettings:
+    """Read `DSCHED_EPLB` (1 is on), `_TRIGGER`, `_STOP`, `_MAX_MOVES` and `_GROUPS` (1 keeps them).
+
+    Raises `ConfigError`, naming the variable, for a value that cannot be used.
+    """
+    values: dict[str, object] = {"is_on": _flag("DSCHED_EPLB")}
+    values["keep_groups"] = _flag("DSCHED_EPLB_GROUPS")
+    for name, kind in (("trigger", float), ("stop", float), ("max_moves", int)):
+        variable = f"DSCHED_EPLB_{name.upper()}"
+        text = os.environ.get(variable)
+        if not text:
+            continue
+        try:
+            values[name] = kind(text)
+        except ValueError as error:
+            raise ConfigError(f"{variable}: {text!r} is not a number") from error
+    try:
+        settings = msgspec.convert(values, EplbSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"DSCHED_EPLB: {error}") from error
+    if settings.stop > settings.trigger:
+        raise ConfigError(
+            f"DSCHED_EPLB_STOP: {settings.stop} is above DSCHED_EPLB_TRIGGER {settings.trigger}"
+        )
+    return settings
+
+
+def _flag(variable: str) -> bool:
+    text = os.environ.get(variable) or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"{variable}: {text!r} is neither 0 nor 1")
+    return text == "1"
+
+
 def agent_environment(*, endpoint: str, engine_id: str) -> dict[str, str]:
     """Return the variables that make an agent in a child process publish to `endpoint`."""
     return {"DSCHED_ENDPOINT": endpoint, "DSCHED_ENGINE_ID": engine_id}

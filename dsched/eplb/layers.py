@@ -156,7 +156,7 @@ def start_layers(
 ) -> NDArray[np.int32]:
     """Plan layers from nothing, [L, P]. A layer without load counts as evenly loaded."""
     num_experts = shape.num_experts
-    silent = ~weight.any(axis=1)
+    silent: NDArray[np.bool_] = weight.max(axis=1) == 0
     if silent.any():
         weight = np.where(silent[:, None], np.int64(1 << 30), weight)
     keys = np.sort(weight * num_experts + np.arange(num_experts - 1, -1, -1), axis=1)

@@ -214,7 +214,7 @@ def read_tokens(placement: ExpertPlacement, load: ArrayLike) -> NDArray[np.float
 
 
 def refuse_tokens(placement: ExpertPlacement, load: ArrayLike) -> None:
-    """Raise `ValueError` for loads that are negative or not finite, or on an expert without copy."""
+    """Raise `ValueError` for a load that is no count, or on an expert without a copy."""
     tokens = np.asarray(load, dtype=np.float64)
     wrong = np.argwhere(~(np.isfinite(tokens) & (tokens >= 0)))
     if wrong.size:
@@ -260,7 +260,9 @@ def balance_of(loads: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.ones(loads.shape[0])
     heaviest = loads.max(axis=1)
     mean = loads.mean(axis=1)
-    return np.minimum(np.divide(mean, heaviest, out=np.ones_like(mean), where=heaviest > 0), 1.0)
+    balance = np.divide(mean, heaviest, out=np.ones(len(loads)), where=heaviest > 0)
+    balance = np.minimum(balance, 1.0)  # rounding may lift an even layer above 1
+    return np.asarray(balance, np.float64)
 
 
 def count_moves(

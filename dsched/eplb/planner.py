@@ -249,7 +249,9 @@ def trail_of(results: LayerResults, layer: int, scale: float) -> list[tuple[int,
 def tokens_per_unit(weight: NDArray[np.int64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the tokens that one unit of `weight` stands for in each layer, [L]."""
     totals = weight.sum(axis=1)
-    return np.divide(tokens, totals, out=np.zeros(len(weight)), where=totals > 0)
+    scale: NDArray[np.float64] = np.zeros(len(weight))
+    np.divide(tokens, totals, out=scale, where=totals > 0)
+    return scale
 
 
 def drop_unprofitable(
@@ -378,8 +380,9 @@ def balance(
 ) -> NDArray[np.float64]:
     """Mean over heaviest rank load, [L]; 1 for a layer without load."""
     mean = weight.sum(axis=1) / shape.num_live
-    even = np.ones(len(weight))
-    return np.minimum(np.divide(mean, heaviest, out=even, where=heaviest > 0), 1.0)
+    values: NDArray[np.float64] = np.ones(len(weight))
+    np.divide(mean, heaviest, out=values, where=heaviest > 0)
+    return np.minimum(values, 1.0)
 
 
 def make_plan(

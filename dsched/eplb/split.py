@@ -155,7 +155,7 @@ def solve_layers(
     num_ranks: int,
     out: NDArray[np.float64],
 ) -> int:
-    """Write the optimal split of every layer. Returns the first layer whose load is wrong, or -1."""
+    """Write the optimal split of every layer. Returns the first layer of wrong load, or -1."""
     num_layers, num_experts = load.shape
     state = new_split_state(num_experts, num_ranks, slot_expert.shape[1])
     for layer in range(num_layers):
@@ -311,7 +311,7 @@ def push_paths(state: SplitState, num_runs: int, mean: float) -> None:
 
 @njit(cache=True, nogil=True)
 def search_paths(state: SplitState, num_runs: int, source: int, tolerance: float) -> int:
-    """Breadth first from `source` along copies with tokens to give. Returns the lightest reached."""
+    """Search breadth first along copies with tokens to give. Returns the lightest rank reached."""
     rank_load, part, rank = state.rank_load, state.part, state.rank
     queue, came_by, came_from = state.order, state.came_by, state.came_from
     came_by[:] = -1
