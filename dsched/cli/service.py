@@ -98,7 +98,7 @@ class Service:
         Path(config.state_dir).mkdir(parents=True, exist_ok=True)
         self._started_s = wall_time_s()
         self.member = RegistryMember(config, clock=self._clock, instance_id=self.instance_id)
-        self._stack.push_async_callback(self.member.stop)
+        self._stack.push_async_callback(self.member.close)
         await self.member.check()
         self.journal = open_journal(config, owner=self.instance_id)
         self._stack.callback(self.journal.close)
@@ -121,6 +121,7 @@ class Service:
         self._start_controller(loop)
         await self._start_front_door()
         self.member.start(instance=self._instance_row(), engines=self._engine_rows)
+        self._stack.push_async_callback(self.member.stop)
         log.info(
             "service.started",
             version=__version__,

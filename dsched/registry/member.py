@@ -117,6 +117,9 @@ class RegistryMember:
         for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+    async def close(self) -> None:
+        """Close the registry, after `stop`."""
         with contextlib.suppress(RegistryError):
             await self.registry.close()
 
