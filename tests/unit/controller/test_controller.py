@@ -27,7 +27,8 @@ from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams, Tok
 from dsched.errors import EngineRefusedError, EngineUnreachableError
 from dsched.faults import MembershipView, MemoryJournal, RecoveryMethod
 from dsched.faults.progress import ProgressLimits
-from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RequestId
+from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RankId, RequestId
+from dsched.states import Evidence
 
 SECOND_NS = 1_000_000_000
 GREEDY = SamplingParams(max_tokens=50, temperature=0.0)
@@ -771,3 +772,341 @@ def test_the_gap_of_a_handoff_is_measured_by_part() -> None:
     other.emit(2)
 
     assert [(gap.detect_ns, gap.dispatch_ns, gap.prefill_ns) for gap in gaps] == [(5, 7, 11)]
+
+
+# -- drains with a deadline, EP groups, the ration, spare room
+
+
+def open_requests(bench: Bench, count: int, **options: object) -> list[Heard]:
+    heard = [bench.ask(f"r{index}", **options) for index in range(count)]  # type: ignore[arg-type]
+    bench.controller.tick()
+    return heard
+
+
+def test_a_drain_without_a_deadline_moves_nothing() -> None:
+    """What runs finishes where it is."""
+    (first, other) = engines(2)
+    bench = Bench(first, other)
+    heard = open_requests(bench, 2)
+
+    bench.controller.drain(first.engine_id)
+    bench.wait(100 * SECOND_NS)
+    first.emit(1)
+    first.finish()
+
+    assert len(first.commands) == 1
+    assert heard[0].token_ids == [1]
+    assert first.aborted == []
+    assert bench.controller.num_requests_on(first.engine_id) == 0
+
+
+def test_a_drain_hands_over_what_is_left_at_its_deadline() -> None:
+    """Prompt and emitted tokens go to another engine; the late token of the old one is fenced."""
+    (first, other) = engines(2)
+    bench = Bench(first, other)
+    heard = open_requests(bench, 2)
+    first.emit(7)
+
+    bench.controller.drain(first.engine_id, deadline_ns=SECOND_NS)
+    bench.wait(SECOND_NS - 1)
+    assert first.aborted == []
+    bench.wait(1)
+    first.emit(8)
+    other.emit(9)
+    other.finish(FinishReason.STOP)
+
+    assert len(first.aborted) == 1
+    assert list(other.commands.values())[-1].prompt_token_ids == (*range(10), 7)
+    assert heard[0].token_ids == [7, 9]
+    finish = heard[0].ends[0]
+    assert isinstance(finish, RequestFinish)
+    assert (finish.guarantee, finish.num_handoffs) == ("exact", 1)
+    assert bench.controller.num_handoffs == {("continue", "drained"): 1}
+
+
+def test_a_drain_never_makes_an_error() -> None:
+    """What cannot be continued honestly stays, and nothing moves while nobody else is up."""
+    (first, other) = engines(2)
+    bench = Bench(first, other)
+    sampling = SamplingParams(max_tokens=50, temperature=1.0, presence_penalty=0.5)
+    open_requests(bench, 2, sampling=sampling)
+    first.emit(7)
+
+    bench.controller.drain(first.engine_id, deadline_ns=0)
+    bench.controller.tick()
+    assert first.aborted == []
+
+    (alone,) = engines(1)
+    bench = Bench(alone)
+    open_requests(bench, 1)
+    bench.controller.drain(alone.engine_id, deadline_ns=0)
+    bench.controller.tick()
+    assert alone.aborted == []
+
+
+def test_moves_do_not_use_up_attempts() -> None:
+    """A request that was drained away often still survives a crash."""
+    fleet = engines(4)
+    settings = ControllerSettings(max_attempts=2, is_validating=True)
+    bench = Bench(*fleet, settings=settings)
+    heard = open_requests(bench, 1)[0]
+    for _ in range(3):
+        serving = next(e for e in fleet if bench.controller.num_requests_on(e.engine_id))
+        bench.controller.drain(serving.engine_id, deadline_ns=0)
+        bench.controller.tick()
+
+    serving = next(e for e in fleet if bench.controller.num_requests_on(e.engine_id))
+    for engine in fleet:
+        bench.controller.drain(engine.engine_id, is_draining=False)
+    serving.fail(EngineUnreachableError("reset"))
+    bench.controller.tick()
+
+    assert heard.ends == []
+
+
+def make_group_bench(*fleet: FakeEngine, is_elastic: bool = False) -> Bench:
+    """The first two engines are one EP group, or each is an elastic one."""
+    bench = Bench(*fleet)
+    specs = tuple(
+        EngineSpec(
+            engine_id=e.engine_id,
+            model="m",
+            ep_group="g" if index < 2 and not is_elastic else None,
+            is_elastic=is_elastic,
+        )
+        for index, e in enumerate(fleet)
+    )
+    bench.controller = Controller(
+        pools=[PoolSpec(name="p", model="m", engines=specs)],
+        drivers={engine.engine_id: engine for engine in fleet},
+        journal=bench.journal,
+        clock=bench.clock,
+        host=bench,
+        attempt_ids=AttemptIds(process_tag=2),
+        settings=ControllerSettings(is_validating=True),
+    )
+    bench.controller.start()
+    for engine in fleet:
+        engine.come_up()
+    bench.controller.tick()
+    return bench
+
+
+def test_a_dead_engine_takes_its_groups_requests_along() -> None:
+    """Its group's other engine has said nothing yet, and is left in the same tick."""
+    (first, mate, other) = engines(3)
+    bench = make_group_bench(first, mate, other)
+    heard = open_requests(bench, 3)
+    assert [len(e.commands) for e in (first, mate, other)] == [1, 1, 1]
+
+    first.go_down()
+    first.fail(EngineUnreachableError("reset"))
+    bench.controller.tick()
+
+    assert len(mate.aborted) == 1
+    assert len(other.commands) == 3
+    assert all(not each.ends for each in heard)
+
+
+def test_a_lost_rank_of_an_elastic_group_moves_its_own_requests_only() -> None:
+    """Routing stops using it in the same tick."""
+    (engine,) = engines(1, num_dp_ranks=2)
+    bench = make_group_bench(engine, is_elastic=True)
+    open_requests(bench, 4)
+
+    bench.controller.on_rank_lost(RankId(engine.engine_id, DpRank(0)), "device lost")
+    bench.controller.tick()
+
+    assert len(engine.aborted) == 2
+    assert [command.dp_rank for command in engine.commands.values()][4:] == [1, 1]
+    (status,) = bench.controller.engine_statuses()
+    assert [rank.state.name for rank in status.ranks] == ["DOWN", "UP"]
+    with pytest.raises(ValueError, match="there is no rank e0/9"):
+        bench.controller.on_rank_lost(RankId(engine.engine_id, DpRank(9)), "?")
+
+
+def test_the_observer_hears_in_the_tick_that_lost_the_engine() -> None:
+    """Before anything is sent for the new epoch."""
+    views: list[MembershipView] = []
+
+    class Observer:
+        def on_handoff(self, method: str, gap: HandoffGap) -> None:
+            pass
+
+        def on_membership_changed(self, view: MembershipView) -> None:
+            views.append(view)
+
+    (first, other) = engines(2)
+    bench = Bench(first, other, observer=Observer())
+    first.go_down()
+    bench.controller.tick()
+
+    assert [each.group("e0").state.name for each in views] == ["UP", "DOWN"]
+    assert views[-1].epoch == bench.controller.membership.epoch
+
+
+def test_lost_requests_go_on_as_the_ration_allows() -> None:
+    """Forty tokens at a time; the first new token of one makes room for the next."""
+    (first, other) = engines(2, max_running_requests=20)
+    settings = ControllerSettings(reprefill_tokens_per_rank=25, is_validating=True)
+    bench = Bench(first, other, settings=settings)
+    open_requests(bench, 12)
+    for attempt in range(6):
+        first.emit(1, attempt=attempt)
+
+    first.go_down()
+    for attempt in range(6):
+        first.fail(EngineUnreachableError("reset"), attempt=attempt)
+    bench.controller.tick()
+    sent = len(other.commands) - 6
+    assert sent == 2  # 11 tokens each: a third would be 33 of 25
+    assert bench.controller.num_waiting_handoffs == 4
+
+    fresh = bench.ask("new")
+    bench.controller.tick()
+    assert len(other.commands) == 6 + sent + 1, "a new request does not wait for the ration"
+
+    other.emit(5, attempt=6)
+    bench.controller.tick()
+    assert bench.controller.num_waiting_handoffs == 3
+    assert not fresh.ends
+
+
+def test_spare_room_is_kept_for_the_largest_group() -> None:
+    """Three groups of two: four run, the fifth waits; after a loss its place is used."""
+    fleet = engines(3, max_running_requests=2)
+    settings = ControllerSettings(spare="n-1", is_validating=True)
+    bench = Bench(*fleet, settings=settings)
+    open_requests(bench, 5)
+
+    assert sum(len(engine.commands) for engine in fleet) == 4
+    assert bench.controller.num_waiting_requests == 1
+    load, plan = bench.controller.capacities()["p"]
+    assert (load.num_running, plan.max_running_requests, plan.absorbs_loss) == (4, 4, True)
+
+    victim = max(fleet, key=lambda engine: len(engine.commands))
+    victim.go_down()
+    for attempt in range(len(victim.commands)):
+        victim.fail(EngineUnreachableError("reset"), attempt=attempt)
+    bench.controller.tick()
+    _, plan = bench.controller.capacities()["p"]
+    assert (plan.max_running_requests, plan.absorbs_loss) == (4, False)
+    running = sum(bench.controller.num_requests_on(e.engine_id) for e in fleet if e is not victim)
+    assert running == 4
+
+
+def test_what_is_above_the_spare_limit_is_refused_when_nothing_may_wait() -> None:
+    """429 with Retry-After."""
+    fleet = engines(2, max_running_requests=2)
+    settings = ControllerSettings(spare="n-1", max_held_requests=0, is_validating=True)
+    bench = Bench(*fleet, settings=settings)
+
+    heard = open_requests(bench, 3)
+
+    error = heard[2].error
+    assert (error.status, error.retry_after_s) == (429, 1)
+
+
+def test_requests_that_wait_for_spare_room_do_not_make_the_controller_spin() -> None:
+    """No timer in the past is asked for."""
+    fleet = engines(2, max_running_requests=1)
+    settings = ControllerSettings(spare="n-1", max_hold_ns=SECOND_NS, is_validating=True)
+    bench = Bench(*fleet, settings=settings)
+    open_requests(bench, 3)
+    bench.times.clear()
+
+    bench.wait(5 * SECOND_NS)
+
+    assert all(time_ns > bench.clock.now_ns() + SECOND_NS for time_ns in bench.times)
+
+
+def test_a_lost_request_waits_no_longer_than_its_deadline() -> None:
+    """Then one error says what happened."""
+    (first, other) = engines(2, max_running_requests=1)
+    settings = ControllerSettings(handoff_deadline_ns=3 * SECOND_NS, max_hold_ns=10 * SECOND_NS)
+    bench = Bench(first, other, settings=settings)
+    heard = open_requests(bench, 2)[0]
+    first.emit(1)
+    first.go_down()
+    first.fail(EngineUnreachableError("reset"))
+    bench.controller.tick()
+
+    bench.wait(3 * SECOND_NS)
+
+    assert heard.error.code == "handoff_overdue"
+    assert heard.error.retry_after_s == 1
+    assert bench.controller.num_handoffs[("overdue", "no_room")] == 1
+
+
+def test_silence_alone_does_not_empty_a_pool() -> None:
+    """Both engines are silent: one counts as down, the other still serves."""
+    (first, other) = engines(2)
+    bench = Bench(first, other)
+    for engine in (first, other):
+        bench.controller.on_engine_down(engine.engine_id, "lease expired", Evidence.LEASE)
+    bench.controller.tick()
+
+    heard = bench.ask("r")
+    bench.controller.tick()
+
+    assert not heard.ends
+    states = [status.state.name for status in bench.controller.engine_statuses()]
+    assert states == ["DOWN", "SUSPECT"]
+    assert bench.controller.membership.num_capped_losses == 1
+
+
+def test_a_repeated_request_goes_on_from_the_journal() -> None:
+    """The same controller lost its client; under the same id it gets what was and the rest."""
+    (engine,) = engines(1)
+    bench = Bench(engine)
+    request = InferenceRequest(
+        request_id=RequestId("r"),
+        model="m",
+        prompt_token_ids=(1, 2, 3),
+        sampling=GREEDY,
+        may_resume=True,
+    )
+    bench.journal.open_request(
+        request.request_id, model="m", prompt_token_ids=(1, 2, 3), sampling=GREEDY
+    )
+    entry = bench.journal._entries[request.request_id]
+    entry.tokens.extend([7, 8])
+    bench.journal._entries.clear()
+    bench.journal._finished[request.request_id] = entry  # as a file that another process left
+
+    heard = Heard()
+    bench.controller.submit(request, heard)
+    bench.controller.tick()
+    engine.emit(9)
+    engine.finish()
+
+    (command,) = engine.commands.values()
+    assert command.prompt_token_ids == (1, 2, 3, 7, 8)
+    assert command.sampling.max_tokens == GREEDY.max_tokens - 2
+    assert heard.token_ids == [7, 8, 9]
+    (finish,) = heard.ends
+    assert isinstance(finish, RequestFinish)
+    assert (finish.num_prompt_tokens, finish.num_output_tokens) == (3, 3)
+    assert finish.guarantee == "exact"
+
+
+def test_a_suspect_engine_without_reports_is_tried_again() -> None:
+    """It cannot show progress, so after ten seconds it gets requests again."""
+    limits = ProgressLimits(decode_timeout_ns=SECOND_NS)
+    settings = ControllerSettings(progress=limits, is_validating=True)
+    (first, other) = engines(2)
+    bench = Bench(first, other, settings=settings)
+    open_requests(bench, 2)
+    first.emit(1)
+    for _ in range(12):
+        other.emit(1)
+        bench.wait(250_000_000)
+    states = {s.engine_id: s.state.name for s in bench.controller.engine_statuses()}
+    assert states["e0"] == "SUSPECT"
+
+    for _ in range(40):
+        other.emit(1, attempt=0)
+        bench.wait(250_000_000)
+
+    states = {s.engine_id: s.state.name for s in bench.controller.engine_statuses()}
+    assert states["e0"] == "UP"
