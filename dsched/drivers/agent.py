@@ -46,6 +46,7 @@ from dsched.drivers.wire import (
     AgentMessage,
     RankReport,
     SayHello,
+    SetStepBudget,
 )
 
 HEARTBEAT_NS: Final = 1_000_000_000
@@ -152,10 +153,12 @@ class Agent:
         self.num_dropped = 0
         """Reports that dsched did not take: away, or too slow."""
         self.num_refused_commands = 0
-        """Commands that could not be read, or that no hook of this engine carries out."""
+        """Commands that could not be read, that no hook of this engine carries out, or that came
+        from a leader after its successor's."""
         self.state = AgentState.NEW
         self._endpoint = endpoint
         self._on_command = on_command
+        self._leader_epoch = 0
         self._heartbeat_ns = heartbeat_ns
         self._retry_ns = retry_ns
         self._clock = clock or SystemClock()
@@ -343,11 +346,20 @@ class Agent:
                 continue
             if isinstance(command, SayHello):
                 is_hello_wanted = True
-            elif self._on_command is None:
+            elif self._on_command is None or self._is_of_old_leader(command):
                 self.num_refused_commands += 1
             else:
                 self._on_command(command)
         return is_hello_wanted
+
+    def _is_of_old_leader(self, command: AgentCommand) -> bool:
+        """Whether a later leader has commanded before. Commands without a leader's epoch, as
+        aborts, are anybody's."""
+        epoch = command.leader_epoch if isinstance(command, SetStepBudget) else None
+        if epoch is None:
+            return False
+        self._leader_epoch = max(self._leader_epoch, epoch)
+        return epoch < self._leader_epoch
 
     def _report_steps(self, link: "zmq.Socket[bytes]") -> bool:
         """Publish the steps that were handed over; return whether there was one."""

@@ -131,6 +131,9 @@ class SetStepBudget(Wire, frozen=True, kw_only=True, tag="set_step_budget"):
 
     epoch: Count
     step_budget_ns: Count | None
+    leader_epoch: Count | None = None
+    """Of the dsched that was elected to command this; an agent refuses one lower than it has seen.
+    `None` when nobody was elected, as by a single dsched."""
 
 
 class AbortAttempts(Wire, frozen=True, kw_only=True, tag="abort"):

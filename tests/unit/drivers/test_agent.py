@@ -28,6 +28,7 @@ from dsched.drivers.wire import (
     AgentMessage,
     RankReport,
     SayHello,
+    SetStepBudget,
 )
 from dsched.ids import DpRank, EngineId, RankId
 
@@ -233,6 +234,30 @@ async def test_command_without_a_hook_is_counted(reader: ReportReader, agents: M
 
     await until(lambda: agent.num_refused_commands == 1)
     assert agent.num_errors == 0
+
+
+async def test_command_of_an_older_leader_is_refused(
+    reader: ReportReader, agents: MakeAgent
+) -> None:
+    """A leader that was frozen and wakes up changes nothing; commands that need no leader pass."""
+    heard = Heard()
+    reader.subscribe(ENGINE, heard)
+    commands: list[AgentCommand] = []
+    agent = agents(reader.endpoint, on_command=commands.append)
+    await heard.wait(lambda each: each.of(AgentHello))
+    budgets = [
+        SetStepBudget(epoch=1, step_budget_ns=number, leader_epoch=leader_epoch)
+        for number, leader_epoch in enumerate((7, 7, 9, 7, 8, None, 9, 10))
+    ]
+    abort = AbortAttempts(epoch=1, attempt_ids=("a",))
+
+    for command in (*budgets, abort):
+        reader.send(RankId(ENGINE, DpRank(0)), command)
+    await until(lambda: abort in commands)
+
+    passed = [each.step_budget_ns for each in commands if isinstance(each, SetStepBudget)]
+    assert passed == [0, 1, 2, 5, 6, 7]
+    assert agent.num_refused_commands == 2
 
 
 @pytest.mark.parametrize(
