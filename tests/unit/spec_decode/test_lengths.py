@@ -138,6 +138,14 @@ class TestNoSpeculation:
 
         assert plan.lengths.tolist() == lengths
 
+    def test_an_exact_tie_takes_the_fewest_tokens(self) -> None:
+        """1 token in 20 ms, 1.5 in 30, 1.75 in 35: all the same rate, to the last bit."""
+        curve = StepCostCurve.from_samples([1, 2, 3], [0.020, 0.030, 0.035])
+
+        plan = plan_verify_lengths([[0.5, 0.5]], step_cost=curve, history=[[0.5, 0.5]])
+
+        assert plan.lengths.tolist() == [0]
+
     def test_five_dear_tokens(self) -> None:
         curve = curve_of(lambda b: 20 + 15 * (b - 1), max_tokens=6)
         confidence = np.full((1, 5), 0.7)
