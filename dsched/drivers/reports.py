@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import msgspec
+import structlog
 import zmq
 
 from dsched.clock import Clock, SystemClock
@@ -55,6 +56,14 @@ MAX_MISSING_FEATURES: Final = 16
 MAX_ASKED: Final = 4_096
 """Incarnations that were asked to say hello; an agent that does not answer is not asked again
 until so many others were."""
+
+
+DOUBLE_HELLOS: Final = 3
+"""Hellos of a replaced incarnation after which it counts as alive; they come once a second. Fewer:
+late ones of a restarted engine look like two engines."""
+MAX_LOGGED_CHARS: Final = 64
+
+log = structlog.get_logger(__name__)
 
 
 class ReportSubscriber(Protocol):
@@ -93,11 +102,12 @@ class _Rank:
         self.incarnation: str | None = None
         self.seq = -1
         self.identity = b""
-        self.retired: OrderedDict[str, None] = OrderedDict()
+        self.retired: OrderedDict[str, int] = OrderedDict()
+        """Incarnations that were replaced or said goodbye, with the hellos they sent since."""
 
     def retire(self) -> None:
         if self.incarnation is not None:
-            self.retired[self.incarnation] = None
+            self.retired[self.incarnation] = 0
             if len(self.retired) > MAX_RETIRED_INCARNATIONS:
                 self.retired.popitem(last=False)
         self.incarnation = None
@@ -128,6 +138,8 @@ class ReportReader:
         self._subscribers: dict[str, ReportSubscriber] = {}
         self._ranks: dict[RankId, _Rank] = {}
         self._asked: OrderedDict[bytes, None] = OrderedDict()
+        self._refused: dict[str, None] = {}
+        """Engines whose agents are of another version, as far as they were named."""
         self._decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
         self._encoder = msgspec.msgpack.Encoder()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -262,7 +274,6 @@ class ReportReader:
                 return self._decoder.decode(frames[1])
         except msgspec.MsgspecError:
             if self._is_other_version(frames[1]):
-                self.drops["version"] += 1
                 return None
         self.drops["malformed"] += 1
         return None
@@ -275,7 +286,37 @@ class ReportReader:
             return False
         if not isinstance(fields, dict) or fields.get("type") != "hello":
             return False
-        return bool(fields.get("wire_version", WIRE_VERSION) != WIRE_VERSION)
+        version = fields.get("wire_version", WIRE_VERSION)
+        if version == WIRE_VERSION:
+            return False
+        self._refuse_version(str(fields.get("engine_id"))[:MAX_LOGGED_CHARS], version)
+        return True
+
+    def _refuse_version(self, engine_id: str, version: object) -> None:
+        """Count an agent of another dsched, and name it once."""
+        self.drops["version"] += 1
+        if engine_id not in self._refused and len(self._refused) < MAX_ASKED:
+            self._refused[engine_id] = None
+            log.error(
+                "agent.version_refused",
+                engine_id=engine_id,
+                wire_version=version if isinstance(version, int) else None,
+                wanted=WIRE_VERSION,
+                reason="install the same dsched in the engine's environment",
+            )
+
+    def _note_double(self, rank: _Rank, hello: AgentHello) -> None:
+        """A replaced agent that goes on greeting lives: two engines have one id."""
+        rank.retired[hello.incarnation] += 1
+        if rank.retired[hello.incarnation] == DOUBLE_HELLOS and rank.incarnation is not None:
+            log.error(
+                "agent.id_taken",
+                engine_id=hello.engine_id,
+                dp_rank=hello.dp_rank,
+                incarnation=hello.incarnation,
+                taken_by=rank.incarnation,
+                reason="two engines publish under one id; give each its own DSCHED_ENGINE_ID",
+            )
 
     def _is_current_report(self, report: RankReport, identity: bytes) -> bool:
         rank = self._ranks.get(_rank_id(report))
@@ -295,7 +336,7 @@ class ReportReader:
 
     def _is_current_hello(self, hello: AgentHello, identity: bytes) -> bool:
         if hello.wire_version != WIRE_VERSION:
-            self.drops["version"] += 1
+            self._refuse_version(hello.engine_id, hello.wire_version)
             return False
         if not hello.dp_rank < hello.num_dp_ranks <= MAX_DP_RANKS:
             self.drops["malformed"] += 1
@@ -304,6 +345,7 @@ class ReportReader:
         if rank.incarnation != hello.incarnation:
             if hello.incarnation in rank.retired:
                 self.drops["old_incarnation"] += 1
+                self._note_double(rank, hello)
                 return False
             rank.retire()
             rank.incarnation = hello.incarnation

@@ -81,6 +81,8 @@ class RecordingListener:
     def __init__(self) -> None:
         self.ups: list[EngineDescription] = []
         self.downs: list[tuple[EngineId, str]] = []
+        self.evidence: list[Evidence] = []
+        """Of each of them."""
         self.reports: list[RankReport] = []
         self._news = asyncio.Event()
 
@@ -92,9 +94,10 @@ class RecordingListener:
         self,
         engine_id: EngineId,
         reason: str,
-        evidence: Evidence = Evidence.SOCKET,  # noqa: ARG002
+        evidence: Evidence = Evidence.SOCKET,
     ) -> None:
         self.downs.append((engine_id, reason))
+        self.evidence.append(evidence)
         self._news.set()
 
     def on_report(self, report: RankReport) -> None:

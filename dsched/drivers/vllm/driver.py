@@ -71,10 +71,6 @@ class VllmDriver:
         self._pool = HttpPool(self._url)
         self._attempts: dict[AttemptId, _Attempt] = {}
         self._hellos: dict[int, AgentHello] = {}
-        self._replaced: dict[str, None] = {}
-        """Incarnations that others took the place of; they do not come back."""
-        self._doubles: dict[str, None] = {}
-        """Those that did."""
         self._description: EngineDescription | None = None
         self._listener: EngineListener | None = None
         self._watch: EngineWatch | None = None
@@ -171,11 +167,6 @@ class VllmDriver:
     def on_hello(self, hello: AgentHello) -> None:
         known = self._hellos.get(hello.dp_rank)
         is_restart = known is not None and known.incarnation != hello.incarnation
-        if known is not None and is_restart:
-            if hello.incarnation in self._replaced:
-                self._note_double(known, hello)
-                return
-            self._replaced[known.incarnation] = None
         if is_restart and self._watch is not None:
             self._watch.note_hello(is_restart=True)
         self._hellos[hello.dp_rank] = hello
@@ -193,19 +184,6 @@ class VllmDriver:
         elif known.missing != hello.missing:
             lost = [name for name in hello.missing if name not in known.missing]
             log.warning("feature.lost", engine_id=self._engine_id, features=lost)
-
-    def _note_double(self, known: AgentHello, hello: AgentHello) -> None:
-        """An agent that another one had replaced is still there: two engines have one id."""
-        if hello.incarnation not in self._doubles:
-            self._doubles[hello.incarnation] = None
-            log.error(
-                "agent.id_taken",
-                engine_id=self._engine_id,
-                dp_rank=hello.dp_rank,
-                incarnation=hello.incarnation,
-                taken_by=known.incarnation,
-                reason="two engines publish under one id; give each its own DSCHED_ENGINE_ID",
-            )
 
     def on_report(self, report: RankReport) -> None:
         description = self._description

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+import structlog
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,6 +121,38 @@ def test_restart_ends_the_old_incarnation_for_good(reader: ReportReader, heard: 
 
     assert heard.messages[num_heard:] == [report(1, "new")]
     assert reader.drops == {"old_incarnation": 3}
+
+
+def test_two_engines_with_one_id_are_named_once(reader: ReportReader, heard: Heard) -> None:
+    """The second stays, the first is dropped, and the log says what to do."""
+    receive(reader, hello("one"), hello("two"))
+    with structlog.testing.capture_logs() as logs:
+        receive(reader, *[hello("one"), hello("two")] * 5)
+
+    (taken,) = logs
+    assert (taken["event"], taken["log_level"]) == ("agent.id_taken", "error")
+    assert (taken["incarnation"], taken["taken_by"]) == ("one", "two")
+    assert [each.incarnation for each in heard.messages] == ["one", "two"] + ["two"] * 5
+
+
+def test_one_late_hello_of_a_restarted_engine_is_no_second_engine(reader: ReportReader) -> None:
+    """It was under way when the engine ended."""
+    receive(reader, hello("old"), hello("new"))
+    with structlog.testing.capture_logs() as logs:
+        receive(reader, hello("old"), hello("new"))
+
+    assert logs == []
+
+
+def test_an_agent_of_another_version_is_named_once(reader: ReportReader, heard: Heard) -> None:
+    """It keeps greeting; the log does not."""
+    with structlog.testing.capture_logs() as logs:
+        receive(reader, *[hello(wire_version=99)] * 3)
+
+    assert [each["event"] for each in logs] == ["agent.version_refused"]
+    assert logs[0]["wire_version"] == 99
+    assert heard.messages == []
+    assert reader.drops == {"version": 3}
 
 
 def test_goodbye_ends_the_incarnation(reader: ReportReader, heard: Heard) -> None:

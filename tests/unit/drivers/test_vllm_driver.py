@@ -24,6 +24,7 @@ from dsched.drivers.vllm.watch import (
 from dsched.drivers.wire import AgentHello, GenerateCommand, SamplingParams
 from dsched.errors import ConfigError, DriverError, EngineRefusedError, EngineUnreachableError
 from dsched.ids import AttemptIds, EngineId
+from dsched.states import Evidence
 from dsched.testing.recorders import RecordingListener, RecordingSink
 from dsched.testing.vllm_double import VllmDouble
 
@@ -205,6 +206,7 @@ async def test_dead_core_fails_attempts_as_a_lost_engine(world: World) -> None:
     for sink in [*sinks, late]:
         assert isinstance(sink.error, EngineUnreachableError)
     assert "503" in world.listener.downs[0][1]
+    assert world.listener.evidence == [Evidence.SOCKET]
 
 
 async def test_frozen_engine_goes_down_after_some_unanswered_checks(world: World) -> None:
@@ -220,6 +222,7 @@ async def test_frozen_engine_goes_down_after_some_unanswered_checks(world: World
 
     assert isinstance(sink.error, EngineUnreachableError)
     assert "no answer" in world.listener.downs[0][1]
+    assert world.listener.evidence == [Evidence.LEASE], "nothing but silence speaks for it"
 
 
 async def test_one_slow_health_answer_is_no_death(
