@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import threading
 import urllib.request
@@ -33,13 +34,21 @@ class EtcdNode:
         self.endpoint = f"127.0.0.1:{client_port}"
         self.peer_url = f"http://127.0.0.1:{peer_port}"
         self.folder = folder
-        self.extra_args: tuple[str, ...] = ()
+        self._scheme = "http"
+        self._extra_args: tuple[str, ...] = ()
+        self._tls: ssl.SSLContext | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """Where clients ask."""
-        return f"http://{self.endpoint}"
+        return f"{self._scheme}://{self.endpoint}"
+
+    def make_secure(self, *, cert: Path, key: Path) -> None:
+        """Have clients use TLS from the next start on."""
+        self._scheme = "https"
+        self._extra_args = ("--cert-file", str(cert), "--key-file", str(key))
+        self._tls = ssl.create_default_context(cafile=str(cert))
 
     @property
     def is_running(self) -> bool:
@@ -51,7 +60,7 @@ class EtcdNode:
             *("etcd", "--name", self.name, "--data-dir", str(self.folder / self.name)),
             *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
             *("--listen-peer-urls", self.peer_url, "--initial-advertise-peer-urls", self.peer_url),
-            *("--initial-cluster", initial_cluster, "--logger", "zap", *self.extra_args),
+            *("--initial-cluster", initial_cluster, "--logger", "zap", *self._extra_args),
         ]
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{self.name}.log").open("ab") as log:
@@ -79,7 +88,7 @@ class EtcdNode:
     def ask(self, path: str, body: object, *, timeout_s: float = 2.0) -> dict[str, object]:
         """Call the gateway with nothing of dsched's in between. Raises `OSError`."""
         request = urllib.request.Request(self.url + path, data=json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with urllib.request.urlopen(request, timeout=timeout_s, context=self._tls) as answer:
             found = json.load(answer)
         assert isinstance(found, dict)
         return found
