@@ -1,0 +1,266 @@
+"""What a lost engine costs: gaps, goodput, time to first token, and the journal.
+
+Everything but the journal is simulated: the real controller over simulated engines (four EP groups
+of four DP ranks) on virtual time. Seconds are true of the cost model, which is
+`dsched.costs.affine.AffineStepCost` as it comes.
+
+- `gap_p99_s` (kill, freeze): pause in answers whose engine was lost, at half load.
+- `tokens_lost`, `tokens_repeated`: over seeds of `dsched sim faults`.
+- `recovery_s`: one of four groups is killed at 80 % load; simulated time until clients get as many
+  tokens a second as the three others deliver at most (95 % of a saturated run of three groups).
+- `ttft_p99_s`: requests that arrive in the ten seconds after the kill at 60 % load, with the ration
+  of prompts computed again and without it.
+- `journal_us_per_token`, `journal_inserts_per_s`: recording single tokens into the SQLite journal.
+"""
+
+import logging
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import structlog
+from _report import Row, arguments, half_quartile_range, report
+
+from dsched.clock import SystemClock
+from dsched.controller import ControllerSettings, HandoffGap
+from dsched.costs.affine import AffineStepCost
+from dsched.drivers.wire import SamplingParams
+from dsched.faults import MembershipView, SqliteJournal
+from dsched.faults.progress import ProgressLimits
+from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
+from dsched.sim.cluster import SimCluster, SimPolicy, patient_settings
+from dsched.sim.engine import SimEngineConfig
+from dsched.sim.faults import run_faults
+from dsched.sim.traces import Trace
+from dsched.sim.workload import LogNormalLength, PoissonArrivals, generate_workload
+
+S = 1_000_000_000
+NUM_GROUPS = 4
+ENGINE = SimEngineConfig(
+    num_dp_ranks=4, kv_capacity_tokens=400_000, max_running_requests=64, max_step_tokens=1_024
+)
+PROMPT = LogNormalLength(median_tokens=1_500, sigma=0.8, max_tokens=16_000)
+OUTPUT = LogNormalLength(median_tokens=200, sigma=0.6, max_tokens=1_000)
+KILL_S = 20.0
+RATION_TOKENS = 16_384
+"""The configuration's default."""
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Hears the pauses."""
+
+    total_s: list[float] = field(default_factory=list)
+
+    def on_handoff(self, method: str, gap: HandoffGap) -> None:  # noqa: ARG002
+        self.total_s.append(gap.total_ns / S)
+
+    def on_membership_changed(self, view: MembershipView) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One run."""
+
+    gaps: Gaps
+    tokens: np.ndarray
+    """[seconds * 2] tokens that clients got in each half second."""
+    arrival_s: np.ndarray
+    ttft_s: np.ndarray
+
+
+def settings(ration: int | None) -> ControllerSettings:
+    return replace(
+        patient_settings(AffineStepCost(), SimPolicy.TWO_TERM),
+        handoff_deadline_ns=60 * S,
+        reprefill_tokens_per_rank=ration,
+        progress=ProgressLimits(),
+    )
+
+
+def workload(rate_per_s: float, duration_s: float, seed: int) -> Trace:
+    return generate_workload(
+        num_requests=int(rate_per_s * duration_s),
+        seed=seed,
+        prompt=PROMPT,
+        output=OUTPUT,
+        arrivals=PoissonArrivals(rate_per_s=rate_per_s),
+    )
+
+
+def serve(
+    rate_per_s: float,
+    *,
+    seed: int,
+    num_groups: int = NUM_GROUPS,
+    duration_s: float = 45.0,
+    fault: str | None = None,
+    ration: int | None = RATION_TOKENS,
+) -> Outcome:
+    gaps = Gaps()
+    cluster = SimCluster(
+        num_engines=num_groups,
+        engine=ENGINE,
+        settings=settings(ration),
+        observer=gaps,
+        seed=seed,
+        is_batching=False,
+    )
+    trace = workload(rate_per_s, duration_s, seed)
+    tokens = np.zeros(int(duration_s * 2) + 2_000)
+
+    def on_tokens(_: int, __: int, token_ids: object) -> None:
+        place = min(int(cluster.loop.now_ns() / S * 2), len(tokens) - 1)
+        tokens[place] += len(token_ids)  # type: ignore[arg-type]
+
+    if fault is not None:
+        victim = cluster.drivers[EngineId("sim-000")]
+        cluster.loop.call_at(int(KILL_S * S), getattr(victim, fault))
+    result = cluster.replay(trace, on_tokens=on_tokens)
+    times = result.times
+    return Outcome(
+        gaps=gaps,
+        tokens=tokens[: int(duration_s * 2)],
+        arrival_s=times.arrival_ns / S,
+        ttft_s=(times.first_token_ns - times.arrival_ns) / S,
+    )
+
+
+def capacity(num_groups: int, seed: int) -> float:
+    """Tokens a second of saturated groups, between 15 and 30 simulated seconds."""
+    outcome = serve(40.0 * num_groups, seed=seed, num_groups=num_groups, duration_s=30.0)
+    return float(outcome.tokens[30:60].mean() * 2)
+
+
+def recovery_s(outcome: Outcome, wanted: float) -> float:
+    """Seconds from the kill until four half seconds together reach `wanted` tokens a second."""
+    start = int(KILL_S * 2)
+    for place in range(start, len(outcome.tokens) - 4):
+        if outcome.tokens[place : place + 4].mean() * 2 >= wanted:
+            return (place - start) / 2
+    return float("inf")
+
+
+def mean_output() -> float:
+    trace = workload(50.0, 40.0, 0)
+    return float(trace.num_output_tokens.mean())
+
+
+def fault_rows(seeds: range) -> list[Row]:
+    full = statistics.mean(capacity(NUM_GROUPS, seed) for seed in seeds[:2])
+    survivors = statistics.mean(capacity(NUM_GROUPS - 1, seed) for seed in seeds[:2])
+    per_request = mean_output()
+    rows = []
+    for fault, name, target in (("kill", "kill", 1.0), ("freeze", "freeze", 4.0)):
+        runs = [serve(0.5 * full / per_request, seed=seed, fault=fault) for seed in seeds]
+        p99 = [float(np.quantile(run.gaps.total_s, 0.99)) for run in runs]
+        rows.append(row("gap_p99_s", name, p99, "lower", target))
+    runs = [serve(0.8 * full / per_request, seed=seed, fault="kill") for seed in seeds]
+    found = [recovery_s(run, 0.95 * survivors) for run in runs]
+    rows.append(row("recovery_s", "kill 1 of 4 at 80 %", found, "lower", 5.0))
+    share = [float(run.tokens[60:80].mean() * 2 / survivors) for run in runs]
+    rows.append(row("survivors_share", "kill 1 of 4 at 80 %", share, "higher", 0.95))
+    by_ration: dict[str, list[float]] = {}
+    for name, ration in (("with", RATION_TOKENS), ("small", 4_096), ("without", None)):
+        runs = [
+            serve(0.6 * full / per_request, seed=seed, fault="kill", ration=ration)
+            for seed in seeds
+        ]
+        by_ration[name] = [late_ttft(run) for run in runs]
+        longest = [float(np.max(run.gaps.total_s)) for run in runs]
+        rows.append(row("gap_max_s", f"60 %, {name} ration", longest, "lower", 60.0))
+    without = statistics.median(by_ration["without"])
+    for name in ("with", "small"):
+        values = by_ration[name]
+        rows.append(row("ttft_p99_s", f"60 %, {name} ration", values, "lower", None, no=without))
+    return rows
+
+
+def late_ttft(outcome: Outcome) -> float:
+    """p99 of time to first token of what arrived within ten seconds after the loss."""
+    is_late = (outcome.arrival_s >= KILL_S) & (outcome.arrival_s < KILL_S + 10)
+    return float(np.quantile(outcome.ttft_s[is_late], 0.99))
+
+
+def seed_rows(seeds: range) -> list[Row]:
+    reports = [run_faults(seed) for seed in seeds]
+    case = f"{len(seeds)} fault seeds"
+    return [
+        Row(metric=name, case=case, ours=float(total), better="lower", target=0.0)
+        for name, total in (
+            ("tokens_lost", sum(each.num_tokens_lost for each in reports)),
+            ("tokens_repeated", sum(each.num_tokens_repeated for each in reports)),
+        )
+    ]
+
+
+def journal_rows(num_tokens: int) -> list[Row]:
+    """Single tokens of 64 open requests, recorded by the thread that serves."""
+    with tempfile.TemporaryDirectory() as folder:
+        journal = SqliteJournal(Path(folder) / "journal.sqlite3", owner="bench")
+        names = [RequestId(f"r{index}") for index in range(64)]
+        for name in names:
+            journal.open_request(
+                name, model="m", prompt_token_ids=(1,) * 100, sampling=SamplingParams(max_tokens=1)
+            )
+            target = RankId(EngineId("e"), DpRank(0))
+            journal.begin_attempt(name, attempt_id=AttemptId(name), epoch=1, target=target)
+        clock = SystemClock()
+        begin_ns, begin_cpu_ns = clock.now_ns(), time.thread_time_ns()
+        for index in range(num_tokens // 64):
+            for name in names:
+                journal.record(name, epoch=1, first_index=index, token_ids=(7,))
+        cpu_ns = time.thread_time_ns() - begin_cpu_ns
+        is_durable = journal.flush(60)
+        wall_ns = clock.now_ns() - begin_ns
+        journal.close()
+    assert is_durable
+    count = num_tokens // 64 * 64
+    return [
+        Row(
+            metric="journal_us_per_token",
+            case="sqlite, 64 requests",
+            ours=cpu_ns / count / 1e3,
+            better="lower",
+            target=50.0,
+        ),
+        Row(
+            metric="journal_inserts_per_s",
+            case="sqlite, to the file",
+            ours=count / wall_ns * S,
+            better="higher",
+            target=10_000.0,
+        ),
+    ]
+
+
+def row(
+    metric: str, case: str, values: list[float], better: str, target: float | None, **peers: float
+) -> Row:
+    return Row(
+        metric=metric,
+        case=case,
+        ours=statistics.median(values),
+        spread=half_quartile_range(values),
+        better=better,  # type: ignore[arg-type]
+        target=target,
+        peers={f"{name} ration": value for name, value in peers.items()},
+    )
+
+
+def main() -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    options = arguments(__doc__.splitlines()[0]).parse_args()
+    seeds = range(2 if options.quick else 20)
+    rows = fault_rows(seeds)
+    rows += seed_rows(range(20 if options.quick else 500))
+    rows += journal_rows(64_000 if options.quick else 640_000)
+    report("faults", rows, seeds=len(seeds), json_path=options.json)
+
+
+if __name__ == "__main__":
+    main()
