@@ -247,7 +247,7 @@ class FaultsConfig(Section, frozen=True, kw_only=True):
     handoff_deadline_s: Seconds = 60.0
     """Time a request that lost its engine may wait for another before it ends with an error.
     Below: a restart of the engines cuts answers. Above: clients hang when nothing comes back."""
-    reprefill_tokens_per_rank: Count = 16_384
+    reprefill_tokens_per_rank: Count = 8_192
     """Prompt tokens of requests that lost their engine which are computed again at the same time,
     for each DP rank that is up; 0 is no limit. Below: their clients wait longer. Above: new
     requests wait for their first token after a loss."""

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from dsched.ids import EngineId
 
-SWEEP_INTERVAL_NS = 250_000_000
+SWEEP_INTERVAL_NS = 100_000_000
 """Between two looks. Longer: freezes are noticed later. Shorter: work for nothing."""
-LATE_FACTOR = 4
+LATE_FACTOR = 10
 """A sweep that comes after so many intervals was held up itself."""
 
 

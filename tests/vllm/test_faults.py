@@ -1,0 +1,329 @@
+"""Real vLLM engines die and freeze under `dsched run`: 16 live streams notice a pause, and no more.
+
+Both faults hit one engine's whole process group, in one `dsched run` of this file's own (two engine
+starts in all; the engines of other tests are not touched). The freeze comes first, because its
+engine comes back; the kill is the end.
+
+Answers are compared for prompts whose best token leads at every position by far more than rounding
+(`MIN_LEAD`): going on from prompt and emitted tokens prefills what was decoded before, which rounds
+differently.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+
+from dsched.drivers.vllm.launcher import free_port
+from dsched.testing.vllm_engines import ENGINE_ARGS, is_vllm_there
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+NUM_STREAMS = 16
+NUM_TOKENS = 480
+MIN_LEAD = 1e-3
+"""Of the best token's logprob over the second: about 100 times the rounding of float32 here."""
+READY_TIMEOUT_S = 400
+DECODE_TIMEOUT_S = 3.0
+"""The default progress timeout, which `dsched run` uses here."""
+WORDS = [
+    "each",
+    "rank",
+    "waits",
+    "for",
+    "the",
+    "slowest",
+    "one",
+    "while",
+    "the",
+    "router",
+    "sends",
+    "a",
+    "chunk",
+    "of",
+    "prompt",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A running `dsched run` and its engines."""
+
+    url: str
+    engines: dict[str, tuple[str, int]]
+    """Address and process group by engine id."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """One answer as it came."""
+
+    text: str = ""
+    ends: list[str] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    guarantee: str | None = None
+
+    @property
+    def longest_gap_s(self) -> float:
+        pairs = zip(self.times_s, self.times_s[1:], strict=False)
+        return max(after - before for before, after in pairs)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """`dsched run` with two engines of its own."""
+    if not is_vllm_there():
+        pytest.skip("no vLLM environment; run `make .venv-vllm/.ready`")
+    state_dir = tmp_path_factory.mktemp("faults")
+    log_path = state_dir / "dsched.log"
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "dsched.cli.main", "run"),
+        *("--engine", "vllm", "--model", "tiny", "--replicas", "2"),
+        *("--port", str(port), "--admin-port", str(free_port())),
+        *("--agent-endpoint", f"tcp://127.0.0.1:{free_port()}"),
+        *("--state-dir", str(state_dir), "--logging-format", "json"),
+        *("--launch-args", json.dumps(ENGINE_ARGS)),
+    ]
+    with log_path.open("wb") as log_file:
+        process = subprocess.Popen(command, stdout=log_file, stderr=log_file)
+    url = f"http://127.0.0.1:{port}"
+    groups: list[int] = []
+    try:
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while asyncio.run(num_up(url)) < 2:
+            assert process.poll() is None, log_path.read_text(errors="replace")[-3_000:]
+            assert time.monotonic() < deadline_s, log_path.read_text(errors="replace")[-3_000:]
+            time.sleep(1)
+        lines = log_path.read_text(errors="replace").splitlines()
+        started = [json.loads(line) for line in lines if '"engine.started"' in line]
+        groups += [each["pid"] for each in started]
+        yield Running(
+            url=url,
+            engines={
+                each["engine_id"]: (f"http://127.0.0.1:{each['port']}", each["pid"])
+                for each in started
+            },
+        )
+    finally:
+        for group in groups:  # a stopped process does not hear SIGTERM
+            signal_group(group, signal.SIGCONT)
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+async def metrics(url: str) -> str:
+    timeout = aiohttp.ClientTimeout(total=5)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"{url}/metrics") as answer,
+        ):
+            return await answer.text()
+    except (aiohttp.ClientError, TimeoutError):
+        return ""
+
+
+async def num_up(url: str) -> int:
+    return len(re.findall(r'dsched_worker_state\{.*state="up"\} 1', await metrics(url)))
+
+
+async def dispatched(url: str) -> dict[str, int]:
+    """Attempts sent to each engine so far."""
+    found = re.findall(r"dsched_rank_dispatched_total\{(.*)\} ([0-9.e+]+)", await metrics(url))
+    return {re.findall(r'engine="([^"]*)"', labels)[0]: int(float(n)) for labels, n in found}
+
+
+async def gap_counts(url: str, part: str) -> dict[float, int]:
+    """Handoffs whose `part` took at most so many seconds."""
+    text = await metrics(url)
+    found = re.findall(r"dsched_handoff_gap_seconds_bucket\{(.*)\} ([0-9.e+]+)", text)
+    return {
+        float(re.findall(r'le="([^"]*)"', labels)[0]): int(float(count))
+        for labels, count in found
+        if f'part="{part}"' in labels
+    }
+
+
+def make_prompt(number: int) -> str:
+    words = (WORDS[(number * 3 + at) % len(WORDS)] for at in range(6))
+    return " ".join([str(number), *words])
+
+
+async def expected_answers(running: Running) -> dict[str, str]:
+    """Prompts and the engines' own undisturbed greedy answers, sure ones only."""
+    url = next(iter(running.engines.values()))[0]
+    found: dict[str, str] = {}
+    async with aiohttp.ClientSession() as session:
+        for start in range(0, 1_000, 8):
+            prompts = [
+                " ".join(
+                    [str(start + index), *(WORDS[(index * 3 + at) % len(WORDS)] for at in range(6))]
+                )
+                for index in range(8)
+            ]
+            choices = await asyncio.gather(*(ask_engine(session, url, each) for each in prompts))
+            for prompt, choice in zip(prompts, choices, strict=True):
+                if smallest_lead(choice) >= MIN_LEAD and len(found) < NUM_STREAMS:
+                    found[prompt] = choice["text"]
+            if len(found) == NUM_STREAMS:
+                return found
+    pytest.fail(f"only {len(found)} prompts with sure answers")
+
+
+async def ask_engine(session: aiohttp.ClientSession, url: str, prompt: str) -> dict[str, Any]:
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 2,
+        "return_tokens_as_token_ids": True,
+    }
+    async with session.post(f"{url}/v1/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        choice: dict[str, Any] = (await answer.json())["choices"][0]
+        return choice
+
+
+def smallest_lead(choice: dict[str, Any]) -> float:
+    leads = []
+    for top in choice["logprobs"]["top_logprobs"]:
+        best, second, *_ = sorted(top.values(), reverse=True)
+        leads.append(best - second)
+    return min(leads)
+
+
+async def ask(session: aiohttp.ClientSession, url: str, prompt: str, stream: Stream) -> None:
+    """Ask dsched; fill `stream` as the answer comes."""
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    async with session.post(f"{url}/v1/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        async for line in answer.content:
+            if not line.startswith(b"data: "):
+                continue
+            stream.times_s.append(time.monotonic())
+            if line.strip() == b"data: [DONE]":
+                stream.ends.append("[DONE]")
+                continue
+            document = json.loads(line[6:])
+            assert "error" not in document, document
+            stream.guarantee = document.get("dsched", {}).get("guarantee", stream.guarantee)
+            if usage := document.get("usage"):
+                stream.ends.append(f"{usage['completion_tokens']} tokens")
+            for choice in document["choices"]:
+                stream.text += choice["text"]
+                if choice["finish_reason"] is not None:
+                    stream.ends.append(choice["finish_reason"])
+
+
+async def run_streams(
+    running: Running, expected: dict[str, str], signal_number: signal.Signals
+) -> tuple[list[Stream], str]:
+    """Send all prompts, hit the engine that serves most of them once every stream is live, and let
+    them end; return the streams and the engine."""
+    streams = [Stream() for _ in expected]
+    before = await dispatched(running.url)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        tasks = [
+            asyncio.create_task(ask(session, running.url, prompt, stream))
+            for prompt, stream in zip(expected, streams, strict=True)
+        ]
+        async with asyncio.timeout(120):
+            # The engine is chosen while prompts are computed: answers take two seconds.
+            after = before
+            while sum(after.values()) < sum(before.values()) + NUM_STREAMS:
+                after = await dispatched(running.url)
+            victim = max(after, key=lambda name: (after[name] - before.get(name, 0), name))
+            while not all(stream.text for stream in streams):
+                await asyncio.sleep(0.002)
+        signal_group(running.engines[victim][1], signal_number)
+        num_ended = sum(bool(stream.ends) for stream in streams)
+        async with asyncio.timeout(180):
+            await asyncio.gather(*tasks)
+    assert num_ended == 0, f"{num_ended} streams had ended before the fault"
+    return streams, victim
+
+
+def check(streams: list[Stream], expected: dict[str, str]) -> int:
+    """Every answer is the undisturbed one with one end; returns how many were handed over."""
+    assert [stream.text for stream in streams] == list(expected.values())
+    ends = ["length", f"{NUM_TOKENS} tokens", "[DONE]"]
+    assert [stream.ends for stream in streams] == [ends] * NUM_STREAMS
+    continued = [stream for stream in streams if stream.guarantee is not None]
+    assert {stream.guarantee for stream in continued} == {"exact"}
+    return len(continued)
+
+
+async def test_a_frozen_engine_costs_a_pause_and_adds_no_token(running: Running) -> None:
+    """SIGSTOP: noticed within the progress timeout and a second; SIGCONT: nothing foreign."""
+    expected = await expected_answers(running)
+
+    streams, victim = await run_streams(running, expected, signal.SIGSTOP)
+
+    num_continued = check(streams, expected)
+    assert num_continued >= NUM_STREAMS // 2
+    detected = await gap_counts(running.url, "detect")
+    dispatched = await gap_counts(running.url, "dispatch")
+    assert detected[DECODE_TIMEOUT_S + 1] == detected[float("inf")] == num_continued
+    assert dispatched[1.0] == num_continued
+
+    # It wakes up while others are served: what it still had belongs to nobody.
+    second = [Stream() for _ in expected]
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        tasks = [
+            asyncio.create_task(ask(session, running.url, prompt, stream))
+            for prompt, stream in zip(expected, second, strict=True)
+        ]
+        await asyncio.sleep(0.3)
+        signal_group(running.engines[victim][1], signal.SIGCONT)
+        async with asyncio.timeout(120):
+            await asyncio.gather(*tasks)
+    assert [stream.text for stream in second] == list(expected.values())
+    async with asyncio.timeout(60):
+        while await num_up(running.url) < 2:
+            await asyncio.sleep(0.2)
+
+
+async def test_a_killed_engine_costs_a_pause(running: Running) -> None:
+    """SIGKILL of the whole group: all streams finish, and the loss is noticed within a second."""
+    expected = await expected_answers(running)
+    before = await gap_counts(running.url, "detect")
+
+    streams, _ = await run_streams(running, expected, signal.SIGKILL)
+
+    num_continued = check(streams, expected)
+    assert num_continued >= NUM_STREAMS // 2
+    after = await gap_counts(running.url, "detect")
+    gaps = {le: after[le] - before.get(le, 0) for le in after}
+    assert gaps[1.0] == gaps[float("inf")] == num_continued
