@@ -30,6 +30,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 64
 MAX_MODEL_LEN = 4_096
+WARM_STEPS = 70
+"""Steps before measuring: dsched learns from each step at first, then from one in sixteen."""
 
 
 def make_scheduler(name: str, model: str, num_requests: int) -> Scheduler:
@@ -75,7 +77,7 @@ def make_scheduler(name: str, model: str, num_requests: int) -> Scheduler:
 def add_requests(scheduler: Scheduler, num_requests: int, num_steps: int) -> None:
     hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     for index in range(num_requests):
-        sampling = SamplingParams(ignore_eos=True, max_tokens=num_steps + 100)
+        sampling = SamplingParams(ignore_eos=True, max_tokens=num_steps + WARM_STEPS + 100)
         sampling.update_from_generation_config({}, None)
         scheduler.add_request(
             Request(
@@ -132,6 +134,9 @@ def measure(model: str, num_requests: int, num_steps: int) -> dict[str, Any]:
         schedulers.append(scheduler)
     if getattr(schedulers[1], "_dsched_chunks", None) is None:
         raise RuntimeError("chunk control is off")
+    for _ in range(WARM_STEPS):
+        for scheduler in schedulers:
+            timed_step(scheduler, num_requests)
     pairs = [
         [timed_step(scheduler, num_requests) for scheduler in schedulers] for _ in range(num_steps)
     ]

@@ -5,7 +5,8 @@ otherwise than planned, takes over anew which requests run and how far they are.
 `_reserve_prefill_lookahead` how many prompt tokens it may give to each request, and gets the
 planned chunk; requests whose turn it is not get none. Waiting requests that have a chunk are moved
 to the head of the queue, because vLLM stops at the first that gets nothing. Decodes are not
-touched. After the step its time teaches the cost models.
+touched, and steps without prompts are not planned at all, but for a few. After the step its time
+teaches the cost models.
 
 With asynchronous scheduling `schedule()` runs while the device computes the step before, so the
 plan costs the device nothing; without, it adds the planner's microseconds to a step.
@@ -49,6 +50,10 @@ PAUSE_STEPS: Final = 1_000
 SYNC_STEPS: Final = 64
 """Plans after which vLLM's state is read anew although every step ran as planned. Below: half a
 microsecond a request in more steps. Above: an oversight of ours lives longer."""
+LEARN_ALL_STEPS: Final = 64
+"""Decode steps that are all learned from at the start."""
+LEARN_DECODES: Final = 16
+"""Afterwards one in so many is. Below: more microseconds. Above: drift is seen late."""
 MAX_STEPS_IN_FLIGHT: Final = 64
 NS_PER_MS: Final = 1e6
 
@@ -82,6 +87,8 @@ class ChunkControl:
         self._chunk_of: dict[str, int] = {}
         self._plan: StepPlan | None = None
         self._is_ours = False
+        self._had_chunks = False
+        self._num_schedules = 0
         self._is_in_step = False
         """The planner's predicted state is vLLM's, so it need not be read again."""
         self._flights: deque[_Flight] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
@@ -118,6 +125,7 @@ class ChunkControl:
     def lose_step(self) -> None:
         """vLLM changed a request between steps; its state is read anew."""
         self._is_in_step = False
+        self._had_chunks = True
 
     def before_schedule(self, scheduler: Any) -> None:
         """Plan the step that vLLM is about to schedule. O(R)."""
@@ -129,12 +137,18 @@ class ChunkControl:
                 self._pause_steps -= 1
                 self.num_fallbacks += 1
             return
+        self._num_schedules += 1
+        if not self._has_prompts(scheduler) and not self._is_learning_step():
+            # Nothing to divide: decodes are vLLM's, and the next plan reads its state anew.
+            self._is_in_step = False
+            return
         start_ns = self._clock.now_ns()
         if not self._is_in_step or self.num_plans % SYNC_STEPS == 0:
             self._sync(scheduler.running)
         planner = self.planner
         self._plan = plan = planner.plan()
-        if plan.slots.size > plan.num_decodes:
+        self._had_chunks = plan.slots.size > plan.num_decodes
+        if self._had_chunks:
             self._take_chunks(scheduler, plan)
         self.num_plans += 1
         self._watch_time(self._clock.now_ns() - start_ns)
@@ -169,11 +183,14 @@ class ChunkControl:
         drafts = output.scheduled_spec_decode_tokens
         is_exact = False
         if plan is not None:
-            differed = sum(
-                scheduled.get(name, 0) != chunk for name, chunk in self._chunk_of.items()
-            )
-            self.num_differed += differed
-            total = plan.num_decodes + sum(self._chunk_of.values())
+            total = plan.num_decodes
+            differed = 0
+            if self._chunk_of:
+                total += sum(self._chunk_of.values())
+                differed = sum(
+                    scheduled.get(name, 0) != chunk for name, chunk in self._chunk_of.items()
+                )
+                self.num_differed += differed
             if drafts:
                 total += sum(map(len, drafts.values()))
             is_exact = not differed and output.total_num_scheduled_tokens == total
@@ -196,6 +213,19 @@ class ChunkControl:
         self._last_end_ns = end_ns
         if flight.plan is not None and self.planner.can_observe(flight.plan):
             self.planner.observe(flight.plan, step_ns)
+
+    def _has_prompts(self, scheduler: Any) -> bool:
+        """Whether any prompt is left to compute: some request does not run yet, or the last plan
+        had chunks, which always has as long as a running request lacks some of its prompt."""
+        return self._had_chunks or len(self._slot_of) > len(scheduler.running)
+
+    def _is_learning_step(self) -> bool:
+        """Of decode steps, which are most steps and alike, one in LEARN_DECODES is learned from
+        once enough are known."""
+        return (
+            self._num_schedules % LEARN_DECODES == 0
+            or self.planner.decode_cost.online.num_steps < LEARN_ALL_STEPS
+        )
 
     def _sync(self, running: Any) -> None:
         slot_of = self._slot_of
