@@ -173,6 +173,8 @@ def _bind(settings: AdminConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
+        # Before uvicorn's task runs: whoever reads the address may connect at once.
+        listener.listen()
     except OSError as error:
         listener.close()
         where = f"{settings.host}:{settings.port}"
