@@ -742,7 +742,9 @@ class Controller:
         if not request.may_resume:
             return ResumePlan(kind=ResumeKind.NEW)
         return plan_resume(
-            self._journal.read_request(request.request_id),
+            self._journal.read_request(
+                request.request_id, is_known_only=request.num_client_tokens is None
+            ),
             model=request.model,
             prompt_token_ids=request.prompt_token_ids,
             sampling=request.sampling,

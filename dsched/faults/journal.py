@@ -128,8 +128,14 @@ class TokenJournal(Protocol):
         """Return what an open request has emitted. Raises `InvariantError` if it is not open."""
         ...
 
-    def read_request(self, request_id: RequestId) -> RequestRecord | None:
-        """Return a request, open or still retained."""
+    def read_request(
+        self, request_id: RequestId, *, is_known_only: bool = False
+    ) -> RequestRecord | None:
+        """Return a request, open or still retained.
+
+        `is_known_only`: look only for ids that were in the journal when this process began, or
+        that it has had itself. That answers "no" without touching the disk.
+        """
         ...
 
     def status(self) -> JournalStatus: ...
@@ -307,7 +313,12 @@ class MemoryJournal:
         """Return what an open request has emitted."""
         return tuple(self._open_entry(request_id).tokens)
 
-    def read_request(self, request_id: RequestId) -> RequestRecord | None:
+    def read_request(
+        self,
+        request_id: RequestId,
+        *,
+        is_known_only: bool = False,  # noqa: ARG002 - memory holds nothing else
+    ) -> RequestRecord | None:
         """Return a request, open or still retained."""
         entry = self._entries.get(request_id) or self._finished.get(request_id)
         return entry.to_record() if entry is not None else None

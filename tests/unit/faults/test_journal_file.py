@@ -351,3 +351,39 @@ def test_no_thread_is_left_behind(path: Path) -> None:
     journal.close()
 
     assert not any(thread.name == "dsched-journal" for thread in threading.enumerate())
+
+
+def test_ids_that_nobody_had_need_no_look_into_the_file(tmp_path: Path) -> None:
+    """Known are those of the file at the start and our own; others only when asked for certain."""
+    path = tmp_path / "journal.sqlite3"
+    first = SqliteJournal(path, owner="first")
+    open_and_emit(first, "old")
+    first.close()
+    second = SqliteJournal(path, owner="second")
+    other = SqliteJournal(path, owner="other")
+    open_and_emit(other, "late")
+    other.flush()
+    open_and_emit(second, "own")
+    second.finish(RequestId("own"), reason="cancelled")
+    second.flush()
+
+    known = {
+        name: second.read_request(RequestId(name), is_known_only=True) is not None
+        for name in ("old", "own", "late", "never")
+    }
+    found = second.read_request(RequestId("late"))
+    second.close()
+    other.close()
+
+    assert known == {"old": True, "own": True, "late": False, "never": False}
+    assert found is not None
+
+
+def open_and_emit(journal: SqliteJournal, name: str) -> None:
+    request_id = RequestId(name)
+    journal.open_request(
+        request_id, model="m", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=9)
+    )
+    target = RankId(EngineId("e"), DpRank(0))
+    journal.begin_attempt(request_id, attempt_id=AttemptId(name), epoch=1, target=target)
+    journal.record(request_id, epoch=1, first_index=0, token_ids=(4, 5))
