@@ -1,0 +1,60 @@
+"""vLLM loads dsched's placement policy as a plug-in, and its own code asks it for plans."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsched.drivers.vllm.launcher import find_vllm_python
+from dsched.testing.vllm_engines import is_vllm_there
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+SCRIPT = Path(__file__).parent / "eplb_policy_run.py"
+
+
+@pytest.fixture(scope="module")
+def answer() -> dict[str, Any]:
+    if not is_vllm_there():
+        pytest.skip("no vLLM environment; run `make .venv-vllm/.ready`")
+    env = os.environ | {"DSCHED_EPLB": "1", "OMP_NUM_THREADS": "1"}
+    command = [str(find_vllm_python()), str(SCRIPT)]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3_000:]
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def test_the_plug_in_puts_our_policy_into_vllms_table(answer: dict[str, Any]) -> None:
+    """vLLM's state takes it from there, under the only name its configuration allows."""
+    assert answer["policy"] == "DschedEplbPolicy"
+    assert answer["in_table"]
+
+
+def test_answers_have_the_form_that_vllm_wants(answer: dict[str, Any]) -> None:
+    """int64 on the CPU, [layers, slots]; a group of another size gets a placement of its size."""
+    assert answer["dtype"] == "torch.int64"
+    assert answer["device"] == "cpu"
+    assert answer["shape"] == [6, 80]
+    assert answer["shrunk_shape"] == [6, 72]
+
+
+def test_profiling_without_load_keeps_the_placement(answer: dict[str, Any]) -> None:
+    """The first call, which also compiles, moves nothing."""
+    assert answer["idle_is_kept"]
+
+
+def test_plans_move_little_and_stay_balanced(answer: dict[str, Any]) -> None:
+    """Against vLLM's own policy, from the same placement and the same load."""
+    assert answer["moves"] < answer["vllm_moves"] / 4
+    assert answer["balance"] > answer["vllm_balance"] - 0.03
+
+
+def test_a_failed_plan_is_vllms_own(answer: dict[str, Any]) -> None:
+    """A load that dsched refuses is planned by the policy that was replaced."""
+    assert answer["failed_is_vllms"]
