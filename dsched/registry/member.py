@@ -108,15 +108,15 @@ class RegistryMember:
             self._keep_fresh(engines),
         )
         self._tasks = [asyncio.create_task(each) for each in coroutines]
+        for task in self._tasks:
+            task.add_done_callback(_say_if_it_failed)
 
     async def stop(self) -> None:
         """Leave: the entries are deleted at once, if the registry can be reached."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
         """Close the registry, after `stop`."""
@@ -153,6 +153,12 @@ class RegistryMember:
                 if text not in self._conflicts:
                     log.warning("registry.conflict_found", conflict=text)
             self._conflicts = conflicts
+
+
+def _say_if_it_failed(task: "asyncio.Task[None]") -> None:
+    """A fault of ours ends one of the tasks and nothing else; it must not do so unheard."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("registry.task_failed", reason=repr(error))
 
 
 def load_interval_s(num_engines: int) -> float:

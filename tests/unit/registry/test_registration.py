@@ -156,6 +156,21 @@ def test_long_outage_registers_again_under_the_same_keys() -> None:
     assert status.num_failures > 3
 
 
+def test_a_lease_that_may_be_over_counts_as_unregistered() -> None:
+    """From its end on, and not from the first failure; one answer later it counts again."""
+    world = World()
+    world.registration.set("k", b"v")
+    run(world, 1.0)
+    run(world, 9.99, outage_s=(1.0, 30.0))
+    before = world.registration.status().is_registered
+    run(world, 10.0, outage_s=(1.0, 30.0))
+    during = world.registration.status().is_registered
+    run(world, 31.0, outage_s=(1.0, 30.0))
+
+    assert (before, during) == (True, False)
+    assert world.registration.status().is_registered
+
+
 def test_slow_call_does_not_lengthen_the_lease() -> None:
     """The lease may have begun when the call was sent: of 10 s, 3 s in the call, 7 s are left."""
     world = World()
