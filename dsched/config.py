@@ -205,6 +205,9 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     """`two_term`, `least_requests`, `least_kv`, or a policy of your own as `module:Class`."""
     policy_args: dict[str, bool | int | float | str] = {}
     """Keyword arguments for a policy of your own, as a YAML mapping."""
+    policy_budget_ms: Annotated[float, Meta(gt=0, le=10_000)] = 2.0
+    """Time of one call of a policy of your own, in milliseconds. Below: good policies are late on
+    a busy machine. Above: a bad one delays every request by that much until it is suspended."""
     request_cost_us: Annotated[float, Meta(ge=0, le=60_000_000)] = 200.0
     """Step time that one more running request costs, in microseconds: the first term. Too low
     against the second: ranks fill with many short requests."""

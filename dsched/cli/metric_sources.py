@@ -48,6 +48,14 @@ def controller_samples(controller: Controller) -> Iterator[Sample]:
     for reason, count in controller.num_reports().items():
         if reason != "applied":
             yield Sample(name="dsched_reports_dropped_total", value=count, labels=(reason,))
+    if controller.policies is not None:
+        for guard, _ in controller.policies.guards:
+            for failure, count in guard.num_failures.items():
+                yield Sample(
+                    name="dsched_policy_errors_total",
+                    value=count,
+                    labels=(guard.name, failure.value),
+                )
     for engine in controller.engine_statuses():
         yield from _engine_samples(engine)
 

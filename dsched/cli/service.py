@@ -43,6 +43,14 @@ from dsched.faults.progress import ProgressLimits
 from dsched.frontdoor.door import FrontDoor
 from dsched.ids import AttemptIds, DpRank, EngineId, RankId
 from dsched.metrics import MetricsExporter, Sample
+from dsched.plugins import (
+    PolicyGuard,
+    RoutingFilter,
+    RoutingPolicies,
+    RoutingPolicy,
+    RoutingScorer,
+    load_policy,
+)
 from dsched.registry.member import RegistryMember
 from dsched.registry.records import EngineRow, InstanceRow, RankRow, WorkersView
 from dsched.routing import DecodeRouter, RoutingRequest
@@ -63,6 +71,7 @@ class Service:
         self._process_tag = secrets.randbits(64)
         self.instance_id = f"{self._process_tag:016x}"
         self._settings = controller_settings(self.config, process_tag=self._process_tag)
+        self._policies = routing_policies(self.config)
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = contextlib.AsyncExitStack()
 
@@ -145,11 +154,14 @@ class Service:
                 attempt_ids=AttemptIds(process_tag=self._process_tag),
                 settings=self._settings,
                 observer=self.faults,
+                policies=self._policies,
             )
         except ValueError as error:  # engines or EP groups that do not go together
             raise ConfigError(f"$.pools: {error}") from error
         host.attach(self.controller.tick)
         self.controller.start()
+        if self._policies is not None:
+            self._stack.callback(self._policies.close)
         self._stack.callback(host.close)
         self._stack.callback(self.controller.close)
 
@@ -232,14 +244,24 @@ def open_journal(config: Config, *, owner: str) -> TokenJournal:
     )
 
 
+def routing_policies(config: Config) -> RoutingPolicies | None:
+    """Make the operator's routing policy; `None` where one of ours is configured.
+
+    Raises:
+        ConfigError: it cannot be imported or made, or does not keep the contract.
+    """
+    routing = config.routing
+    if routing.policy in BUILTIN_ROUTING_POLICIES:
+        return None
+    kinds = (RoutingPolicy, RoutingFilter, RoutingScorer)
+    policy = load_policy(kinds, routing.policy, routing.policy_args, path="$.routing.policy")
+    budget_ns = int(routing.policy_budget_ms * 1e6)
+    return RoutingPolicies([(PolicyGuard(policy, budget_ns=budget_ns), 1.0)])
+
+
 def controller_settings(config: Config, *, process_tag: int) -> ControllerSettings:
     """Translate the configuration into nanoseconds and prices."""
     routing = config.routing
-    if routing.policy not in BUILTIN_ROUTING_POLICIES:
-        raise ConfigError(
-            f"$.routing.policy: {routing.policy!r} exists, but this version calls only its own: "
-            f"{', '.join(BUILTIN_ROUTING_POLICIES)}"
-        )
     request_ns, kv_token_ns = routing.request_cost_us * 1e3, routing.kv_token_cost_ns
     if routing.policy == "least_requests":
         request_ns, kv_token_ns = 1.0, 0.0

@@ -35,6 +35,12 @@ from dsched.controller.events import (
     RequestArrived,
 )
 from dsched.controller.handoffs import Handoffs
+from dsched.controller.preference import (
+    eligible_ranks,
+    ignores_room,
+    prefer,
+    request_view,
+)
 from dsched.controller.request import (
     InferenceRequest,
     ModelInfo,
@@ -64,6 +70,7 @@ from dsched.faults.membership import EngineMember
 from dsched.faults.progress import ProgressLimits, ProgressWatch
 from dsched.faults.spare import SpareMode
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RankId, RequestId
+from dsched.plugins import RoutingPolicies
 from dsched.routing import (
     DecodeRouter,
     ReportOutcome,
@@ -229,8 +236,11 @@ class Controller:
         attempt_ids: AttemptIds,
         settings: ControllerSettings | None = None,
         observer: ControllerObserver | None = None,
+        policies: RoutingPolicies | None = None,
     ) -> None:
         self.settings = settings or ControllerSettings()
+        self.policies = policies
+        """Operators' routing policies; `None` asks nobody."""
         self._observer = observer or NullObserver()
         self._watch = ProgressWatch(self.settings.progress) if self.settings.progress else None
         self.membership = Membership(pools)
@@ -993,11 +1003,13 @@ class Controller:
         return None
 
     def _book(self, run: RequestRun, decision: RoutingDecision, now_ns: int) -> Dispatch:
+        if self.policies is not None:
+            decision = self._prefer(self.policies, run, decision, now_ns)
         if decision.rank is None:
             raise InvariantError(f"request {run.request.request_id}: a dispatch needs a rank")
         request = run.request
-        rank_id = run.router.rank_id(decision.rank)
         prompt_token_ids, sampling = self._attempt_input(run)
+        rank_id = run.router.rank_id(decision.rank)
         attempt_id = self._attempt_ids.next_id()
         run.num_attempts += 1
         run.attempt = Attempt(
@@ -1044,6 +1056,17 @@ class Controller:
                 priority=request.priority,
             ),
         )
+
+    def _prefer(
+        self, policies: RoutingPolicies, run: RequestRun, decision: RoutingDecision, now_ns: int
+    ) -> RoutingDecision:
+        """Ask the operator's policies; the router's own decision is the default."""
+        offered = eligible_ranks(
+            run.router, _routing_request(run), ignores_room=ignores_room(decision)
+        )
+        view = request_view(run.request, held_ns=now_ns - run.time_ns)
+        preferred, _ = prefer(policies, decision, view, offered)
+        return preferred
 
     def _attempt_input(self, run: RequestRun) -> tuple[tuple[int, ...], SamplingParams]:
         """Prompt and sampling of the next attempt."""

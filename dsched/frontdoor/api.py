@@ -22,7 +22,7 @@ from dsched.config import FrontDoorConfig
 from dsched.controller.request import ControlPlane, InferenceRequest, ModelInfo
 from dsched.frontdoor.answer import Answer
 from dsched.frontdoor.connection import ClientConnection, Headers, HttpRequest
-from dsched.frontdoor.errors import ApiError, echo
+from dsched.frontdoor.errors import ApiError, bad_request, echo
 from dsched.frontdoor.format import AnswerFormat, LogprobWriter
 from dsched.frontdoor.intake import Intake, make_intake
 from dsched.frontdoor.models import ServedModel
@@ -37,6 +37,9 @@ NUM_RENDER_THREADS = 2
 """Threads for longer texts. More: they compete with the event loop for cores."""
 RETRY_AFTER_S = 1
 """Engines come back, and requests end, within seconds."""
+
+NAME_HEADERS = ((b"x-tenant-id", "tenant"), (b"x-session-id", "session"))
+"""Headers that name whose request it is; policies and fair queues look at them."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._~:/+=@-]{1,128}")
 
@@ -88,6 +91,7 @@ class CompletionApi:
             parse = parse_completion if api is Api.COMPLETIONS else parse_chat
             body = parse(request.body)
             served, info = self._find_model(body.model)
+            call.names = _names_of(request)
             rank = request.header(b"x-data-parallel-rank")
             intake = make_intake(body, served=served, info=info, rank_header=rank)
             if intake.num_chars <= INLINE_CHARS:
@@ -119,6 +123,11 @@ class CompletionApi:
         request = intake.make_request(call.request_id, token_ids)
         if call.may_resume:
             request = replace(request, may_resume=True, num_client_tokens=call.num_client_tokens)
+        if call.names:
+            names = call.names
+            request = replace(
+                request, tenant=names.get("tenant", ""), session=names.get("session", "")
+            )
         answer = self._make_answer(call, intake, request)
         call.connection.attach(answer)
         self._open[request.request_id] = answer
@@ -254,6 +263,7 @@ class Call:
         "headers",
         "is_cancelled",
         "may_resume",
+        "names",
         "num_client_tokens",
         "request_id",
         "start_ns",
@@ -276,6 +286,8 @@ class Call:
         self.may_resume = False
         """The client gave the id, so it may repeat a request from before a restart."""
         self.num_client_tokens: int | None = None
+        self.names: dict[str, str] = {}
+        """Tenant and session, where the client says them."""
 
     def refuse(self, error: ApiError) -> None:
         self._api.count_refusal(error.status)
@@ -287,6 +299,24 @@ class Call:
 
     def on_writable(self) -> None:
         pass
+
+
+def _names_of(request: HttpRequest) -> dict[str, str]:
+    """Return the names of `NAME_HEADERS` that the client gave.
+
+    Raises:
+        ApiError: 400 for one that is no name.
+    """
+    names = {}
+    for header, field in NAME_HEADERS:
+        value = request.header(header)
+        if value is not None:
+            if not _REQUEST_ID.fullmatch(value):
+                name = header.decode()
+                rule = "1 to 128 letters, digits or any of ._~:/+=@-"
+                raise bad_request(f"the header {name} must be {rule}", param=name)
+            names[field] = value.decode()
+    return names
 
 
 def _last_event_id(header: bytes | None) -> int | None:

@@ -66,8 +66,9 @@ _METRICS = (
     _gauge("dsched_admission_queue_depth", "Requests that wait at the router for a rank."),
     _counter(
         "dsched_policy_errors_total",
-        "Times a policy of an operator raised or chose wrongly and the default decided.",
-        "plugin",
+        "Times a policy of an operator failed and the default decided, by reason.",
+        "policy",
+        "reason",
     ),
     # Lost engines.
     _counter(

@@ -7,6 +7,8 @@ import openai
 import pytest
 from double_cluster import MODEL, PROMPT, Cluster
 
+from dsched.errors import ConfigError
+
 
 async def test_every_stream_is_the_engines_own_answer_and_both_engines_work(
     two_engines: Cluster,
@@ -236,3 +238,66 @@ async def test_four_dsched_processes_share_idle_engines(cluster: Cluster) -> Non
     await asyncio.gather(*(ask(service.front_door_url) for service in cluster.services))
 
     assert [len(double.bodies) for double in cluster.doubles] == [1, 1, 1, 1]
+
+
+POLICY = """
+class Favourite:
+    name = "favourite"
+    api_version = 1
+
+    def __init__(self, *, engine):
+        self.engine = engine
+
+    def pick(self, request, candidates):
+        if request.session == "raise":
+            raise RuntimeError("broken")
+        if request.session == "sleep":
+            import time
+
+            time.sleep(5)
+        if request.session == "wrong":
+            return len(candidates)
+        names = [candidate.engine_id for candidate in candidates]
+        return names.index(self.engine) if self.engine in names else None
+"""
+
+
+async def test_an_operators_policy_decides_and_a_bad_one_costs_its_preference(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real routes follow the policy; when it raises, sleeps or answers wrongly ours decide."""
+    (cluster.folder / "favourite_policy.py").write_text(POLICY)
+    monkeypatch.syspath_prepend(cluster.folder)
+    for _ in range(2):
+        await cluster.add_double()
+    await cluster.start_service(
+        routing={
+            "policy": "favourite_policy:Favourite",
+            "policy_args": {"engine": "p-1"},
+            "policy_budget_ms": 200.0,
+        }
+    )
+    await cluster.wait_until_up()
+
+    async def ask(session: str) -> None:
+        await cluster.client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=3, extra_headers={"x-session-id": session}
+        )
+
+    await asyncio.gather(*(ask("good") for _ in range(8)))
+    assert [len(double.bodies) for double in cluster.doubles] == [0, 8]
+
+    for session in ("raise", "sleep", "wrong"):
+        await ask(session)
+    _, body = await cluster.get("/metrics")
+    for reason in ("raised", "timeout", "wrong_answer"):
+        name = f'dsched_policy_errors_total{{policy="favourite",reason="{reason}"}} 1.0'
+        assert name in body.decode()
+
+
+async def test_a_policy_that_cannot_work_stops_the_start(cluster: Cluster) -> None:
+    """One line that names the key, before any port is opened."""
+    await cluster.add_double()
+
+    with pytest.raises(ConfigError, match=r"\$\.routing\.policy: there is no module"):
+        await cluster.start_service(routing={"policy": "not_there:Policy"})
