@@ -39,9 +39,9 @@ log = structlog.get_logger(__name__)
 
 REFRESH_S = 1.0
 """Between two looks at the engines; a change of state is registered after that time at most."""
-MAX_ROWS_PER_S = 50
-"""Rows of load that one process writes in a second. More: etcd is busy with it. Fewer: the loads of
-a large cluster are older when no dsched answers."""
+MAX_ROWS_PER_S = 20
+"""Rows of load that one process writes in a second. More: etcd and every dsched's event loop (some
+0.4 ms a row) are busy with it. Fewer: loads of a large cluster are older when no dsched answers."""
 START_WAIT_S = 5.0
 """Time for a required etcd to answer at the start: they may have been started together."""
 START_RETRY_S = 0.25
@@ -165,7 +165,7 @@ def load_interval_s(num_engines: int) -> float:
     """Return how often an engine's load is written.
 
     >>> load_interval_s(4), load_interval_s(1_000)
-    (0.0, 20.0)
+    (0.0, 50.0)
     """
     return num_engines / MAX_ROWS_PER_S if num_engines > MAX_ROWS_PER_S * REFRESH_S else 0.0
 

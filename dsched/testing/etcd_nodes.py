@@ -88,7 +88,10 @@ class EtcdNode:
     def ask(self, path: str, body: object, *, timeout_s: float = 2.0) -> dict[str, object]:
         """Call the gateway with nothing of dsched's in between. Raises `OSError`."""
         request = urllib.request.Request(self.url + path, data=json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=timeout_s, context=self._tls) as answer:
+        opener = urllib.request.build_opener(  # no proxy of the environment
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self._tls)
+        )
+        with opener.open(request, timeout=timeout_s) as answer:
             found = json.load(answer)
         assert isinstance(found, dict)
         return found

@@ -263,8 +263,8 @@ async def test_an_outage_of_three_leases_breaks_nothing(
 async def test_an_etcd_that_forgot_everything_is_told_again(
     one_node: EtcdNodes, tmp_path: Path
 ) -> None:
-    """Its disk is empty and its revisions begin anew: everybody registers again under the same ids
-    and follows again."""
+    """Its disk is empty and its revisions begin anew: every lease is over while all engines are
+    fine. They stay up, and everybody registers again under the same ids and follows again."""
     url = one_node.url()
     async with running_service(tmp_path, url) as service:
         await service_registered(service)
@@ -275,6 +275,8 @@ async def test_an_etcd_that_forgot_everything_is_told_again(
         await asyncio.to_thread(one_node.start)
         async with asyncio.timeout(LEASE_S + 2.0):
             while await observer.look() != before:
+                states = {status.state.name for status in service.controller.engine_statuses()}
+                assert states == {"UP"}
                 await asyncio.sleep(0.1)
         async with asyncio.timeout(10):
             while not service.member.cluster.is_following:
