@@ -2,7 +2,8 @@
 
 The contract is etcd's, cut to what dsched needs, so that a SQLite file and an etcd cluster can
 both keep it. A **revision** rises by each change of the whole registry and never goes back; the
-revision at which a key was created fences (a leader's epoch is the creation of its election key).
+revision at which a key was created fences (a leader's epoch is the creation of its election key;
+`dsched.registry.election` is made of compare-and-set and a lease, so every registry has elections).
 A **lease** is renewed or runs out; the keys put under it go with it.
 
 Every method may raise `RegistryError`; the caller goes on with what it knew and tries again.

@@ -189,7 +189,6 @@ class EtcdRegistry:
         self, prefix: str, *, from_revision: int
     ) -> AsyncGenerator[RegistryChange, None]:
         """Yield every change from `from_revision` on. Raises `WatchLostError`."""
-        await self._check_not_ahead(from_revision)
         while True:
             body = {"create_request": self._range(prefix) | {"start_revision": str(from_revision)}}
             stream = self._gateway.stream("/v3/watch", body, _WatchAnswer)

@@ -41,7 +41,7 @@ REFRESH_S = 1.0
 """Between two looks at the engines; a change of state is registered after that time at most."""
 MAX_ROWS_PER_S = 20
 """Rows of load that one process writes in a second. More: etcd and every dsched's event loop (some
-0.4 ms a row) are busy with it. Fewer: loads of a large cluster are older when no dsched answers."""
+0.2 ms a row) are busy with it. Fewer: loads of a large cluster are older when no dsched answers."""
 START_WAIT_S = 5.0
 """Time for a required etcd to answer at the start: they may have been started together."""
 START_RETRY_S = 0.25

@@ -11,8 +11,10 @@ from itertools import pairwise
 import pytest
 from registry_cases import RegistryCase
 
+from dsched.clock import SystemClock
 from dsched.registry import (
     ChangeKind,
+    Election,
     LeaseLostError,
     Listing,
     Registry,
@@ -98,10 +100,11 @@ async def test_delete_says_whether_there_was_one(registry: Registry) -> None:
 
 async def test_listing_is_sorted_and_by_plain_prefix(registry: Registry) -> None:
     """No sign in a prefix has a meaning; a key equal to it belongs to it."""
-    for key in ("b/2", "a%", "b/1", "a_", "ab", "b/", "c"):
+    in_order = ["a%", "a_", "ab", "b.", "b/", "b/1", "b/2", "b0", "c"]
+    for key in reversed(in_order):
         await registry.put(key, b"v")
 
-    assert keys(await registry.list_entries("")) == ["a%", "a_", "ab", "b/", "b/1", "b/2", "c"]
+    assert keys(await registry.list_entries("")) == in_order
     assert keys(await registry.list_entries("b/")) == ["b/", "b/1", "b/2"]
     assert keys(await registry.list_entries("a_")) == ["a_"]
     assert keys(await registry.list_entries("x")) == []
@@ -216,7 +219,8 @@ async def test_watch_after_a_listing_misses_nothing(registry: Registry) -> None:
     await registry.put("a/1", b"0")
     listing = await registry.list_entries("a/")
     first = await registry.put("a/1", b"1")
-    await registry.put("b/1", b"x")
+    for key in ("b/1", "a.", "a0"):
+        await registry.put(key, b"x")
     second = await registry.put("a/2", b"2")
     await registry.delete("a/1")
 
@@ -281,6 +285,28 @@ async def test_watch_from_the_far_future_says_so(registry: Registry) -> None:
 
     with pytest.raises(WatchLostError, match="list again"):
         await take(registry.watch("", from_revision=revision + 1_000_000), 1)
+
+
+async def test_elections_have_one_winner_and_rising_epochs(registry: Registry) -> None:
+    """Of five candidates at once; when the leader steps down, its successor's epoch is higher."""
+    clock = SystemClock()
+    elections = [Election(registry, clock=clock, candidate_id=name, ttl_s=60) for name in "abcde"]
+    epochs = []
+    for _ in range(3):
+        await asyncio.gather(*(election.step() for election in elections))
+        await asyncio.gather(*(election.step() for election in elections))
+        (leader,) = [each for each in elections if each.epoch_now() is not None]
+        assert leader.leader is not None
+        assert all(election.leader == leader.leader for election in elections)
+        epochs.append(leader.leader.epoch)
+        task = asyncio.create_task(leader.run())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert leader.epoch_now() is None
+        elections.remove(leader)
+
+    assert epochs == sorted(set(epochs))
 
 
 async def test_close_leaves_leases_alone(registry_case: RegistryCase) -> None:

@@ -299,7 +299,6 @@ async def test_a_watch_that_breaks_goes_on_elsewhere_after_its_last_revision(
     """In the middle of a line; what was sent before is not seen twice, nothing is missed."""
     first, second = pair
     cut = line(events=[event(6)])
-    first.answers["/v3/kv/range"] = always(HEADER)
     whole = line(events=[event(4), event(5)])
     first.answers["/v3/watch"] = streaming(
         line(created=True) + whole[:25], whole[25:] + cut[:30], is_open=False
@@ -317,7 +316,6 @@ async def test_a_silent_watch_is_opened_anew(
 ) -> None:
     """A host that vanished breaks no socket: after the silence the watch is asked for again."""
     first, _ = pair
-    first.answers["/v3/kv/range"] = always(HEADER)
     first.answers["/v3/watch"] = in_turn(
         streaming(line(created=True), line(events=[event(4)])),
         streaming(line(created=True), line(events=[event(5)])),
@@ -342,7 +340,6 @@ async def test_a_watch_that_does_not_open_is_opened_elsewhere(
 ) -> None:
     """A member without a leader, one that ends at once, and something else entirely."""
     first, second = pair
-    first.answers["/v3/kv/range"] = always(HEADER)
     first.answers["/v3/watch"] = streaming(first_line, is_open=False)
     second.answers["/v3/watch"] = streaming(line(created=True), line(events=[event(4)]))
 
@@ -354,7 +351,6 @@ async def test_a_watch_without_any_endpoint_is_an_error(
 ) -> None:
     """The caller tries again from where it is; nothing spins."""
     first, second = pair
-    first.answers["/v3/kv/range"] = always(HEADER)
     first.answers["/v3/watch"] = hang
     second.answers["/v3/watch"] = BAD_ANSWERS["no leader"]
 
@@ -367,7 +363,6 @@ async def test_compacted_and_cancelled_watches_differ(
 ) -> None:
     """History that is gone means to list again; anything else is a fault."""
     first, _ = pair
-    first.answers["/v3/kv/range"] = always(HEADER)
     first.answers["/v3/watch"] = streaming(
         line(created=True), line(canceled=True, compact_revision="6")
     )
