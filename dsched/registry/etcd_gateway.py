@@ -67,6 +67,14 @@ class _ErrorBody(msgspec.Struct):
     error: object = None
 
 
+class _Header(msgspec.Struct, frozen=True):
+    cluster_id: int = 0
+
+
+class _AnyAnswer(msgspec.Struct):
+    header: _Header = _Header()
+
+
 class _Token(msgspec.Struct):
     token: str
 
@@ -98,6 +106,8 @@ class EtcdGateway:
         self._attempt_timeout_s = attempt_timeout_s
         self._silence_s = silence_s
         self._current = 0
+        self._cluster_id = 0
+        """Of the cluster that answers; 0 while it is not known."""
         self._token: str | None = None
         self._opened: aiohttp.ClientSession | None = None
 
@@ -110,6 +120,7 @@ class EtcdGateway:
         for index in todo:  # grows by one, at most
             try:
                 data = await self._ask(index, path, body)
+                self._check_cluster(data)
                 found = _decode(data, answer)
             except EndpointError as error:
                 failures.append((self.urls[index], error))
@@ -120,6 +131,7 @@ class EtcdGateway:
             else:
                 self._use(index, failures)
                 return found
+        self._cluster_id = 0  # perhaps it was made anew: take whichever answers next
         raise RegistryError(describe(failures))
 
     async def stream(
@@ -166,6 +178,14 @@ class EtcdGateway:
                 self._avoid(index)
                 return
             yield found
+
+    def _check_cluster(self, data: bytes) -> None:
+        """Two clusters in one URL would each have half of the entries."""
+        found = _decode(data, _AnyAnswer).header.cluster_id
+        if found and self._cluster_id and found != self._cluster_id:
+            reason = f"belongs to another etcd cluster ({found:x}, not {self._cluster_id:x})"
+            raise EndpointError(reason, may_have_acted=True)
+        self._cluster_id = found or self._cluster_id
 
     async def close(self) -> None:
         """Close every connection."""

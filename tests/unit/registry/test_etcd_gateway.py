@@ -146,6 +146,22 @@ async def test_a_call_goes_on_at_another_endpoint_and_stays_there(
     assert len(second.asked) == 3
 
 
+async def test_a_member_of_another_cluster_is_not_believed(
+    pair: tuple[Endpoint, Endpoint], registry: EtcdRegistry
+) -> None:
+    """Nobody reads half of the entries; once all have failed, whoever answers next is taken."""
+    first, second = pair
+    first.answers["/v3/kv/range"] = in_turn(
+        always({"header": {"revision": "7", "cluster_id": "10"}}), *[BAD_ANSWERS["no leader"]] * 2
+    )
+    second.answers["/v3/kv/range"] = always({"header": {"revision": "1", "cluster_id": "11"}})
+
+    await registry.list_entries("")
+    with pytest.raises(RegistryError, match=r"belongs to another etcd cluster \(b, not a\)"):
+        await registry.list_entries("")
+    assert (await registry.list_entries("")).revision == 1
+
+
 async def test_every_endpoint_is_named_with_its_fault(pair: tuple[Endpoint, Endpoint]) -> None:
     """Refused, slow, no etcd: one line says it all."""
     first, second = pair
