@@ -96,9 +96,10 @@ TOP1 = Case(
     num_slots=144,
     num_ranks=16,
 )
-WARM = PlacementOptions()
-CLOSE = PlacementOptions(trigger=0.001, stop=0.0009)
-TOP1_EQUAL = PlacementOptions(trigger=0.012, stop=0.0085)
+WARM = PlacementOptions(trigger=0.028, stop=0.017)
+CLOSE = PlacementOptions(trigger=0.001, stop=0.00099)
+TOP1_EQUAL = PlacementOptions(trigger=0.018, stop=0.0103)
+TOP1_WEIGHTED = PlacementOptions(trigger=0.005, stop=0.001, split="weighted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,26 +304,27 @@ def placement_rows(case: Case, seeds: range, num_windows: int) -> list[Row]:
 
 
 def top1_rows(seeds: range, num_windows: int) -> list[Row]:
-    """One dominating expert a layer: equal split, and weighted split on the same placement."""
-    ours, peers = [], {"vllm": [], "deepseek greedy": []}
+    """One dominating expert a layer: planned for equal and for weighted split."""
+    ours, split, peers = [], [], {"vllm": [], "deepseek greedy": []}
     for seed in seeds:
         windows = generate_expert_load(TOP1.shape, num_windows=num_windows, seed=seed)
         ours.append(run_ours(TOP1, windows, TOP1_EQUAL, is_warm=True))
+        split.append(run_ours(TOP1, windows, TOP1_WEIGHTED, is_warm=True, repeats=1))
         found = run_vllm(TOP1, windows)
         peers["vllm"] += [found] if found else []
         peers["deepseek greedy"].append(run_greedy(TOP1, windows))
     rows = rows_of(f"{TOP1.name} warm", ours, peers, avg=0.99, worst=0.92, moves=10)
-    weighted = [one.weighted for one in ours]
-    rows.append(
-        row("weighted_balance_avg", f"{TOP1.name} warm", [one.mean() for one in weighted],
-            better="higher", target=0.998,
-            peers=peer_values(peers, lambda one: float(one.weighted.mean())))
-    )  # fmt: skip
-    rows.append(
-        row("weighted_balance_worst", f"{TOP1.name} warm", [one.min() for one in weighted],
-            better="higher", target=0.97, worst=True,
-            peers=peer_values(peers, lambda one: float(one.weighted.min()), worst=True))
-    )  # fmt: skip
+    name = f"{TOP1.name} warm, weighted"
+    weighted = [one.weighted for one in split]
+    averages = peer_values(peers, lambda one: float(one.weighted.mean()))
+    worst = peer_values(peers, lambda one: float(one.weighted.min()), worst=True)
+    rows += [
+        row("weighted_balance_avg", name, [one.mean() for one in weighted], better="higher",
+            target=0.998, peers=averages),
+        row("weighted_balance_worst", name, [one.min() for one in weighted], better="higher",
+            target=0.97, worst=True, peers=worst),
+        row("moves_per_layer", name, [one.moves for one in split], better="lower", target=10),
+    ]  # fmt: skip
     return rows
 
 

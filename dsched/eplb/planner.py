@@ -31,8 +31,9 @@ from dsched.eplb.layers import (
     plan_next,
 )
 from dsched.eplb.loads import read_load
-from dsched.eplb.placement import EMPTY, ExpertPlacement
+from dsched.eplb.placement import EMPTY, ExpertPlacement, Split
 from dsched.eplb.warm import UNLIMITED
+from dsched.eplb.weighted import plan_weighted
 
 TRAIL_STEPS = 64
 """Steps of a layer's search that a shared budget can choose between; later ones count as one."""
@@ -97,6 +98,9 @@ class PlacementOptions:
     Copies of lost experts are made in any case."""
     payback: "Payback | None" = None
     """Move only what pays for itself before the next plan; default: trust the trigger."""
+    split: Split = "equal"
+    """How the engine divides an expert's tokens over its copies. `weighted` for engines that use
+    `split_traffic`: a layer is then judged by its optimal split, and fewer moves are enough."""
     num_groups: int | None = None
     """Expert groups of the model's router (8 for DeepSeek-V3). With it, each group stays on one
     node: for prefill, where a token's experts are limited to a few nodes. Divides the experts;
@@ -110,6 +114,10 @@ class PlacementOptions:
             raise ValueError(f"stop {self.stop} must be between 0 and trigger {self.trigger}")
         if self.fresh_stop < 0:
             raise ValueError(f"fresh_stop {self.fresh_stop} must not be negative")
+        if self.split not in ("equal", "weighted"):
+            raise ValueError(f"split is {self.split!r}; it must be 'equal' or 'weighted'")
+        if self.split == "weighted" and (self.num_groups or self.max_bytes is not None):
+            raise ValueError("split 'weighted' cannot be combined with num_groups or max_bytes")
         if self.expert_bytes < 1 or (self.max_bytes is not None and self.max_bytes < 0):
             raise ValueError(
                 f"max_bytes {self.max_bytes} and expert_bytes {self.expert_bytes}: "
@@ -184,7 +192,10 @@ def plan_placement(
         raise ValueError(f"max_moves is {max_moves}; it must not be negative")
     slots = None if current is None else read_current(current, weight, shape)
     moves = np.full(len(weight), UNLIMITED if max_moves is None else max_moves, np.int64)
-    results = plan_layers(weight, slots, shape, options, moves)
+    if options.split == "weighted":
+        results = plan_weighted(weight, slots, shape, limits_of(options), moves)
+    else:
+        results = plan_layers(weight, slots, shape, options, moves)
     if slots is None:
         before = np.full(len(weight), np.nan)
     else:

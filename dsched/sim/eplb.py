@@ -32,8 +32,9 @@ Planner = Callable[[NDArray[np.int64], ExpertPlacement | None], ExpertPlacement]
 class LoadShape:
     """Expert load that drifts from window to window.
 
-    Popularity is a power law whose exponent differs by layer. From window to window each expert's
-    popularity does a random walk in its logarithm, and some experts trade places.
+    Popularity is a power law whose exponent differs by layer. From window to window the logarithm
+    of each expert's popularity takes a random step and drifts back towards its mean, and some
+    experts trade places.
     """
 
     num_layers: int = 58
@@ -44,6 +45,9 @@ class LoadShape:
     """Layers draw theirs from exponent * (1 - spread) .. exponent * (1 + spread)."""
     drift: float = 0.05
     """Standard deviation of a window's step of log popularity."""
+    persistence: float = 0.9
+    """Part of the log popularity's distance from its mean that is left after a window (first-order
+    autoregression). 1 is a random walk, which never comes back."""
     num_trades: int | None = None
     """Experts a window that trade places in popularity with a neighbour. Default: E / 64."""
     trade_distance: int = 1
@@ -61,6 +65,8 @@ class LoadShape:
             )
         if self.exponent < 0 or self.drift < 0 or not 0 <= self.exponent_spread <= 1:
             raise ValueError(f"{self}: exponent, spread and drift must not be negative")
+        if not 0 <= self.persistence <= 1:
+            raise ValueError(f"persistence {self.persistence} must be between 0 and 1")
 
 
 def generate_expert_load(shape: LoadShape, *, num_windows: int, seed: int) -> NDArray[np.int64]:
@@ -76,6 +82,7 @@ def generate_expert_load(shape: LoadShape, *, num_windows: int, seed: int) -> ND
     windows = []
     for index in range(num_windows):
         if index > 0:
+            walk *= shape.persistence
             walk += shape.drift * rng.standard_normal(walk.shape)
             _trade_places(shape, popularity, rng)
             hot_share = hot_share * np.exp(shape.drift * rng.standard_normal(len(hot_share)))

@@ -68,7 +68,11 @@ class ExpertRebalance:
             log.warning("eplb.failed reason=%r; SGLang's algorithm is used", error)
             return original(*args, **kwargs)
         self.num_plans += 1
-        return maps_of(slots, num_experts=_argument(args, kwargs, 0, "tokens_per_expert").shape[-1])
+        import torch
+
+        tokens = _argument(args, kwargs, 0, "tokens_per_expert")
+        maps = maps_of(slots, num_experts=tokens.shape[-1])
+        return tuple(torch.from_numpy(array) for array in maps)
 
     def _plan(self, *args: Any, **kwargs: Any) -> NDArray[np.int64]:
         tokens = _argument(args, kwargs, 0, "tokens_per_expert")
@@ -102,10 +106,10 @@ def active_ranks(algorithm: Any) -> NDArray[np.bool_] | None:
     return mask
 
 
-def maps_of(slots: NDArray[np.int64], *, num_experts: int) -> tuple[Any, Any, Any]:
+def maps_of(
+    slots: NDArray[np.int64], *, num_experts: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return slot to expert [L, P], expert to slots [L, E, X] padded by -1, copies [L, E]."""
-    import torch
-
     num_layers = len(slots)
     counts = np.zeros((num_layers, num_experts), np.int64)
     layer = np.arange(num_layers)[:, None]
@@ -116,7 +120,7 @@ def maps_of(slots: NDArray[np.int64], *, num_experts: int) -> tuple[Any, Any, An
     place = np.arange(slots.shape[1])[None, :] - np.take_along_axis(first, of_expert, axis=1)
     expert_slots = np.full((num_layers, num_experts, int(counts.max(initial=1))), -1, np.int64)
     expert_slots[layer, of_expert, place] = order
-    return torch.from_numpy(slots), torch.from_numpy(expert_slots), torch.from_numpy(counts)
+    return slots, expert_slots, counts
 
 
 def attach_eplb() -> ExpertRebalance | None:
