@@ -216,6 +216,8 @@ class Membership:
         state = RankState.DOWN
         if evidence is Evidence.LEASE and member.own_state is RankState.DOWN:
             return member  # silence adds nothing to what is known
+        if evidence is Evidence.LEASE and member.own_state is RankState.SUSPECT:
+            evidence = member.evidence  # work that stood still speaks for the loss as well
         if evidence is Evidence.LEASE and self._is_above_lease_cap(member):
             self.num_capped_losses += 1
             state = RankState.SUSPECT

@@ -132,6 +132,20 @@ def test_broken_sockets_may_take_down_all() -> None:
     assert states(membership) == ["DOWN"] * 3
 
 
+def test_silence_after_a_standstill_is_believed() -> None:
+    """A frozen engine that had work has shown more than silence."""
+    membership = members("a")
+    membership.apply_suspect(EngineId("a"), "no progress")
+
+    membership.apply_down(EngineId("a"), "no answer", evidence=Evidence.LEASE)
+
+    assert states(membership) == ["DOWN"]
+    membership = members("a")
+    for _ in range(2):
+        membership.apply_down(EngineId("a"), "no answer", evidence=Evidence.LEASE)
+    assert states(membership) == ["SUSPECT"]
+
+
 def test_silence_adds_nothing_to_a_broken_socket() -> None:
     """An engine that is down stays down for its own reason and takes no share of the cap."""
     membership = members("a", "b", "c", "d")
