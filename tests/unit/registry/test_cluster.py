@@ -9,7 +9,7 @@ import pytest
 
 from dsched.clock import ManualClock, SystemClock
 from dsched.config import Config, RegistryConfig
-from dsched.errors import RegistryError
+from dsched.errors import ConfigError, RegistryError
 from dsched.registry import (
     ClusterView,
     EngineRow,
@@ -29,6 +29,7 @@ from dsched.registry import (
 from dsched.registry.base import ChangeKind, Listing, RegistryEntry
 from dsched.registry.member import load_interval_s
 from dsched.registry.records import ELECTION_KEY
+from dsched.testing.etcd_nodes import free_ports
 
 Step = RegistryChange | Exception
 
@@ -295,3 +296,37 @@ async def test_conflicts_of_other_processes_are_seen(tmp_path: Path) -> None:
     await other.close()
 
     assert conflict == "engine id e has more than one url: http://elsewhere:1, http://here:1"
+
+
+def etcd_member(*, is_required: bool) -> RegistryMember:
+    """A member whose only endpoint is a port that nobody listens on."""
+    (port,) = free_ports(1)
+    registry = RegistryConfig(url=f"etcd://127.0.0.1:{port}", required=is_required)
+    return RegistryMember(
+        Config(registry=registry), clock=SystemClock(), instance_id="me", start_wait_s=0.3
+    )
+
+
+async def test_start_waits_a_while_for_a_required_etcd_and_then_gives_up() -> None:
+    """Not at the first refusal, and not for ever."""
+    member = etcd_member(is_required=True)
+    started_s = asyncio.get_running_loop().time()
+
+    async with asyncio.timeout(10):
+        with pytest.raises(ConfigError, match=r"^\$\.registry\.url: no etcd endpoint answers: "):
+            await member.check()
+    waited_s = asyncio.get_running_loop().time() - started_s
+    await member.close()
+
+    assert waited_s >= 0.3
+
+
+async def test_start_does_not_wait_for_an_etcd_that_is_not_required() -> None:
+    """It is registered once it can be."""
+    member = etcd_member(is_required=False)
+
+    async with asyncio.timeout(10):
+        await member.check()
+    await member.close()
+
+    assert not member.registration.status().is_registered
