@@ -1,8 +1,10 @@
 """Runs vLLM's own EPLB policy over load windows; run by `eplb.py` with vLLM's Python.
 
-    python _eplb_peers.py WINDOWS.npy NUM_SLOTS NUM_RANKS OUT.npz
+    python _eplb_peers.py JOBS.npz OUT.npz
 
-Writes the placement after every window, [W, L, P], and the CPU milliseconds of each plan.
+JOBS has for each job `windows_N` [W, L, E] and `group_N` (slots, ranks). OUT gets `slots_N`
+[W, L, P], the placement after every window, and `ms_N`, the CPU milliseconds of each plan. All jobs
+run in one process, as importing vLLM takes longer than they do.
 """
 
 import sys
@@ -14,18 +16,22 @@ from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
 
 def main() -> None:
-    path, num_slots, num_ranks, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
-    placements, times = [], []
-    old = None
-    for load in np.load(path):
-        start = time.thread_time_ns()
-        old = DefaultEplbPolicy.rebalance_experts(
-            torch.from_numpy(load), num_slots, 1, 1, num_ranks, old
-        )
-        times.append((time.thread_time_ns() - start) / 1e6)
-        placements.append(old.numpy())
-    np.savez(out, slots=np.array(placements, np.int32), ms=np.array(times))
+    jobs = np.load(sys.argv[1])
+    out: dict[str, np.ndarray] = {}
+    for number in range(len(jobs.files) // 2):
+        num_slots, num_ranks = jobs[f"group_{number}"].tolist()
+        placements, times, old = [], [], None
+        for load in jobs[f"windows_{number}"]:
+            start = time.thread_time_ns()
+            old = DefaultEplbPolicy.rebalance_experts(
+                torch.from_numpy(load), num_slots, 1, 1, num_ranks, old
+            )
+            times.append((time.thread_time_ns() - start) / 1e6)
+            placements.append(old.numpy())
+        out[f"slots_{number}"] = np.array(placements, np.int32)
+        out[f"ms_{number}"] = np.array(times)
+    np.savez(sys.argv[2], **out)
 
 
 if __name__ == "__main__":

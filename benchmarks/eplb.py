@@ -102,7 +102,7 @@ TOP1_EQUAL = PlacementOptions(trigger=0.018, stop=0.0103)
 TOP1_WEIGHTED = PlacementOptions(trigger=0.005, stop=0.001, split="weighted")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Score:
     """One planner over one seed's windows."""
 
@@ -185,25 +185,35 @@ def run_greedy(case: Case, windows: NDArray[np.int64]) -> Score:
     return score(placements, times, windows)
 
 
-def run_vllm(case: Case, windows: NDArray[np.int64]) -> Score | None:
+Job = tuple[Case, int]
+"""A case and a seed."""
+
+
+def run_vllm(jobs: dict[Job, NDArray[np.int64]]) -> dict[Job, Score]:
+    """Score vLLM's policy on all windows, in one process of its own Python; empty without it."""
     if not VLLM_PYTHON.exists():
-        return None
+        print(f"vllm: no environment at {VLLM_PYTHON.relative_to(ROOT)}; not compared")
+        return {}
+    arrays = {}
+    for number, ((case, _), windows) in enumerate(jobs.items()):
+        arrays[f"windows_{number}"] = windows
+        arrays[f"group_{number}"] = np.array([case.num_slots, case.num_ranks])
     with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder) / "windows.npy", Path(folder) / "out.npz"
-        np.save(source, windows)
-        command = [
-            str(VLLM_PYTHON),
-            str(Path(__file__).parent / "_eplb_peers.py"),
-            str(source),
-            str(case.num_slots),
-            str(case.num_ranks),
-            str(target),
-        ]
+        source, target = Path(folder) / "jobs.npz", Path(folder) / "out.npz"
+        np.savez(source, **arrays)
+        script = Path(__file__).parent / "_eplb_peers.py"
+        command = [str(VLLM_PYTHON), str(script), str(source), str(target)]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=env, capture_output=True)
         found = np.load(target)
-        placements = [as_placement(case, slots) for slots in found["slots"]]
-        return score(placements, found["ms"].tolist(), windows)
+        return {
+            job: score(
+                [as_placement(job[0], slots) for slots in found[f"slots_{number}"]],
+                found[f"ms_{number}"].tolist(),
+                windows,
+            )
+            for number, (job, windows) in enumerate(jobs.items())
+        }
 
 
 def as_placement(case: Case, slots: NDArray[np.int32]) -> ExpertPlacement:
@@ -270,26 +280,53 @@ def rows_of(
     ]  # fmt: skip
 
 
-def placement_rows(case: Case, seeds: range, num_windows: int) -> list[Row]:
-    fresh, greedy, warm, close = [], [], [], []
-    peers: Peers = {"vllm": [], "deepseek greedy": []}
-    for seed in seeds:
-        windows = generate_expert_load(case.shape, num_windows=num_windows, seed=seed)
-        fresh.append(run_ours(case, windows, WARM, is_warm=False))
-        greedy.append(run_ours(case, windows, PlacementOptions(search=False), is_warm=False))
-        warm.append(run_ours(case, windows, WARM, is_warm=True, repeats=1))
-        if case.name == "288/32":
-            close.append(run_ours(case, windows, CLOSE, is_warm=True, repeats=1))
-        if case.has_peers:
-            found = run_vllm(case, windows)
-            peers["vllm"] += [found] if found else []
-            peers["deepseek greedy"].append(run_greedy(case, windows))
+class Run:
+    """Load of every case and seed, and what vLLM makes of it."""
+
+    def __init__(self, *, is_quick: bool) -> None:
+        self.seeds = range(5)
+        self.is_quick = is_quick
+        num_windows = 4 if is_quick else 6
+        self.windows: dict[Job, NDArray[np.int64]] = {
+            (case, seed): generate_expert_load(case.shape, num_windows=num_windows, seed=seed)
+            for case in (*CASES, TOP1)
+            for seed in self.seeds
+            if case.has_peers or not is_quick
+        }
+        self.vllm = run_vllm({job: w for job, w in self.windows.items() if job[0].has_peers})
+
+    def peers(self, case: Case) -> Peers:
+        """Score the peers on every seed; the greedy is slow in Python, so once where quick."""
+        seeds = [seed for seed in self.seeds if (case, seed) in self.windows]
+        greedy = seeds[:1] if self.is_quick else seeds
+        return {
+            "vllm": [self.vllm[case, seed] for seed in seeds if (case, seed) in self.vllm],
+            "deepseek greedy": [run_greedy(case, self.windows[case, seed]) for seed in greedy]
+            if case.has_peers
+            else [],
+        }
+
+    def ours(
+        self, case: Case, options: PlacementOptions, *, is_warm: bool, repeats: int = 1
+    ) -> list[Score]:
+        return [
+            run_ours(case, self.windows[case, seed], options, is_warm=is_warm, repeats=repeats)
+            for seed in self.seeds
+        ]
+
+
+def placement_rows(run: Run, case: Case) -> list[Row]:
     is_main = case.name == "288/32"
+    peers = run.peers(case)
+    fresh = run.ours(case, WARM, is_warm=False, repeats=2)
     rows = rows_of(f"{case.name} cold", fresh, peers, avg=case.avg, worst=case.worst, ms=case.ms)
-    rows.append(
-        row("solve_ms", f"{case.name} greedy only", [one.ms for one in greedy], better="lower",
-            target=case.greedy_ms)
-    )  # fmt: skip
+    if is_main or not run.is_quick:
+        greedy = run.ours(case, PlacementOptions(search=False), is_warm=False, repeats=2)
+        rows.append(
+            row("solve_ms", f"{case.name} greedy only", [one.ms for one in greedy],
+                better="lower", target=case.greedy_ms)
+        )  # fmt: skip
+    warm = run.ours(case, WARM, is_warm=True)
     vllm_next = [float(one.after.mean()) for one in peers["vllm"]]
     rows += rows_of(
         f"{case.name} warm",
@@ -298,22 +335,24 @@ def placement_rows(case: Case, seeds: range, num_windows: int) -> list[Row]:
         moves=12 if is_main else None,
         next_avg=float(np.mean(vllm_next)) - 0.002 if is_main and vllm_next else None,
     )
-    if close:
+    if is_main:
+        close = run.ours(case, CLOSE, is_warm=True)
         rows += rows_of(f"{case.name} warm to .999", close, peers, avg=0.999, moves=40)
     return rows
 
 
-def top1_rows(seeds: range, num_windows: int) -> list[Row]:
+def top1_rows(run: Run) -> list[Row]:
     """One dominating expert a layer: planned for equal and for weighted split."""
-    ours, split, peers = [], [], {"vllm": [], "deepseek greedy": []}
-    for seed in seeds:
-        windows = generate_expert_load(TOP1.shape, num_windows=num_windows, seed=seed)
-        ours.append(run_ours(TOP1, windows, TOP1_EQUAL, is_warm=True))
-        split.append(run_ours(TOP1, windows, TOP1_WEIGHTED, is_warm=True, repeats=1))
-        found = run_vllm(TOP1, windows)
-        peers["vllm"] += [found] if found else []
-        peers["deepseek greedy"].append(run_greedy(TOP1, windows))
-    rows = rows_of(f"{TOP1.name} warm", ours, peers, avg=0.99, worst=0.92, moves=10)
+    peers = run.peers(TOP1)
+    rows = rows_of(
+        f"{TOP1.name} warm",
+        run.ours(TOP1, TOP1_EQUAL, is_warm=True),
+        peers,
+        avg=0.99,
+        worst=0.92,
+        moves=10,
+    )
+    split = run.ours(TOP1, TOP1_WEIGHTED, is_warm=True)
     name = f"{TOP1.name} warm, weighted"
     weighted = [one.weighted for one in split]
     averages = peer_values(peers, lambda one: float(one.weighted.mean()))
@@ -388,26 +427,26 @@ def loss_rows(seeds: range) -> list[Row]:
     ]
 
 
-def main() -> None:
-    parsed = arguments(__doc__ or "").parse_args()
-    seeds = range(5)
-    num_windows = 4 if parsed.quick else 6
-    warm_up()
-    rows: list[Row] = []
-    for case in CASES[:3] if parsed.quick else CASES:
-        rows += placement_rows(case, seeds, num_windows)
-    if parsed.quick:
-        rows += greedy_only_row(CASES[3])
-    rows += top1_rows(seeds, num_windows)
-    rows += [untouched_row(50), split_row(500), *loss_rows(seeds)]
-    report("eplb", rows, seeds=len(seeds), json_path=parsed.json)
-
-
-def greedy_only_row(case: Case) -> list[Row]:
+def greedy_only_row(case: Case) -> Row:
     windows = generate_expert_load(case.shape, num_windows=3, seed=0)
     found = run_ours(case, windows, PlacementOptions(search=False), is_warm=False)
-    return [row("solve_ms", f"{case.name} greedy only", [found.ms], better="lower",
-                target=case.greedy_ms)]  # fmt: skip
+    return row("solve_ms", f"{case.name} greedy only", [found.ms], better="lower",
+               target=case.greedy_ms)  # fmt: skip
+
+
+def main() -> None:
+    parsed = arguments(__doc__ or "").parse_args()
+    warm_up()
+    run = Run(is_quick=parsed.quick)
+    rows: list[Row] = []
+    for case in CASES:
+        if case.has_peers or not parsed.quick:
+            rows += placement_rows(run, case)
+        else:
+            rows.append(greedy_only_row(case))
+    rows += top1_rows(run)
+    rows += [untouched_row(50), split_row(500), *loss_rows(run.seeds)]
+    report("eplb", rows, seeds=len(run.seeds), json_path=parsed.json)
 
 
 if __name__ == "__main__":
