@@ -19,6 +19,8 @@ class Handoffs:
         self._waiting: dict[RequestId, tuple[RequestRun, int]] = {}
         self._under_way: dict[AttemptId, int] = {}
         self._num_tokens_under_way = 0
+        self._planned_for: tuple[int, int, int] | None = None
+        """What the last plan that released nobody was made from; the same gives the same again."""
 
     @property
     def num_waiting(self) -> int:
@@ -31,15 +33,20 @@ class Handoffs:
 
     def add(self, run: RequestRun, now_ns: int) -> None:
         """Let a lost request wait for its turn."""
+        self._planned_for = None
         self._waiting[run.request.request_id] = (run, now_ns)
 
     def drop(self, request_id: RequestId) -> bool:
         """Forget one that waits (its client left); `False` if it does not wait here."""
+        self._planned_for = None
         return self._waiting.pop(request_id, None) is not None
 
     def take(self, num_ranks_up: int) -> Sequence[RequestRun]:
         """Those whose turn it is, in order; they wait here no longer."""
         if not self._waiting:
+            return ()
+        made_from = (len(self._waiting), self._num_tokens_under_way, num_ranks_up)
+        if made_from == self._planned_for:
             return ()
         view = RationView(
             waiting=[
@@ -54,6 +61,7 @@ class Handoffs:
             num_ranks_up=num_ranks_up,
         )
         plan: RationPlan = plan_ration(view, tokens_per_rank=self._tokens_per_rank)
+        self._planned_for = None if plan.released else made_from
         return [self._waiting.pop(request_id)[0] for request_id in plan.released]
 
     def begin(self, attempt_id: AttemptId, num_tokens: int) -> None:
