@@ -307,7 +307,7 @@ class EtcdGateway:
     def _use(self, index: int, failures: list[tuple[str, EndpointError]]) -> None:
         if index != self._current:
             log.warning(
-                "registry.endpoint_changed", endpoint=self.urls[index], reason=describe(failures)
+                "registry.endpoint_changed", endpoint=self.urls[index], reason=_reasons(failures)
             )
             self._current = index
 
@@ -318,8 +318,12 @@ class EtcdGateway:
 
 def describe(failures: list[tuple[str, EndpointError]]) -> str:
     """Say of each endpoint why it failed, in one line."""
+    return f"no etcd endpoint answers: {_reasons(failures)}"
+
+
+def _reasons(failures: list[tuple[str, EndpointError]]) -> str:
     each = dict.fromkeys(f"{url}: {error}" for url, error in failures)
-    return f"no etcd endpoint answers: {'; '.join(each)}"
+    return "; ".join(each) or "its watch broke"
 
 
 def to_base64(data: bytes) -> str:
