@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
@@ -37,7 +38,7 @@ from dsched.faults.journal import (
 )
 from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 RETRY_INTERVAL_S = 1.0
 EXPIRE_INTERVAL_S = 10
 MAX_EXPIRED_PER_PASS = 512
@@ -53,11 +54,11 @@ CREATE TABLE IF NOT EXISTS requests (
     request_id TEXT NOT NULL,
     owner TEXT NOT NULL,
     model TEXT NOT NULL,
-    sampling BLOB NOT NULL,
+    sampling TEXT NOT NULL,
     opened_s INTEGER NOT NULL,
     finished_s INTEGER,
     finish_reason TEXT,
-    prompt BLOB NOT NULL
+    prompt TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS requests_by_id ON requests (request_id);
 CREATE TABLE IF NOT EXISTS attempts (
@@ -72,10 +73,29 @@ CREATE TABLE IF NOT EXISTS attempts (
 CREATE TABLE IF NOT EXISTS tokens (
     row_id INTEGER NOT NULL REFERENCES requests ON DELETE CASCADE,
     first_index INTEGER NOT NULL,
-    token_ids BLOB NOT NULL,
+    token_ids TEXT NOT NULL,
     PRIMARY KEY (row_id, first_index)
 ) WITHOUT ROWID;
 """
+"""Token ids are the hexadecimal spelling of 32-bit numbers; `sampling` is JSON."""
+
+
+def _columns(count: int) -> str:
+    return ", ".join(f"json_extract(value, '$[{index}]')" for index in range(count))
+
+
+INSERT_REQUESTS = (
+    "INSERT INTO requests (row_id, request_id, owner, model, sampling, opened_s, prompt)"
+    f" SELECT {_columns(7)} FROM json_each(?)"
+)
+INSERT_ATTEMPTS = f"INSERT INTO attempts SELECT {_columns(6)} FROM json_each(?)"
+INSERT_TOKENS = f"INSERT INTO tokens SELECT {_columns(3)} FROM json_each(?)"
+UPDATE_ENDS = (
+    "UPDATE requests SET finished_s = ended.at_s, finish_reason = ended.reason FROM"
+    " (SELECT json_extract(value, '$[0]') AS at_s, json_extract(value, '$[1]') AS reason,"
+    " json_extract(value, '$[2]') AS row_id FROM json_each(?)) AS ended"
+    " WHERE requests.row_id = ended.row_id"
+)
 
 
 class SqliteJournal(MemoryJournal):
@@ -376,67 +396,43 @@ class JournalFile:
         """Write what the file lacks of each entry, in one transaction; return those that ended."""
         assert self._connection is not None
         connection = self._connection
-        writes: list[tuple[JournalEntry, int, int, int]] = []
-        ended: list[JournalEntry] = []
-        attempts: list[tuple[int, int, str, str, int, int]] = []
-        tokens: list[tuple[int, int, bytes]] = []
-        ends: list[tuple[int, str, int]] = []
         now_s = self.wall_time_s()
         connection.execute("BEGIN IMMEDIATE")
         try:
+            rows = _Rows()
+            next_row_id = _last_row_id(connection) + 1
             for entry in batch:
-                # In this order: an end is written only with all tokens, tokens with their attempt.
-                finish_reason = entry.finish_reason
-                num_tokens = len(entry.tokens)
-                num_attempts = len(entry.attempts)
-                row_id = entry.row_id
-                if row_id is None:
-                    row_id = self._insert_request(connection, entry, now_s)
-                for a in entry.attempts[entry.num_attempts_written : num_attempts]:
-                    attempts.append(  # noqa: PERF401 - one flat list for all entries
-                        (row_id, a.epoch, a.attempt_id, *a.target, a.first_index)
-                    )
-                first_index = entry.num_tokens_written
-                if num_tokens > first_index:
-                    token_ids = entry.tokens[first_index:num_tokens].tobytes()
-                    tokens.append((row_id, first_index, token_ids))
-                if finish_reason is not None:
-                    ended.append(entry)
-                    ends.append((now_s, finish_reason, row_id))
-                writes.append((entry, row_id, num_attempts, num_tokens))
-            connection.executemany("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?)", attempts)
-            connection.executemany("INSERT INTO tokens VALUES (?, ?, ?)", tokens)
-            connection.executemany(
-                "UPDATE requests SET finished_s = ?, finish_reason = ? WHERE row_id = ?", ends
-            )
+                if entry.row_id is None:
+                    self._add_request(rows, entry, row_id=next_row_id, now_s=now_s)
+                    next_row_id += 1
+                    rows.add(entry, row_id=next_row_id - 1, now_s=now_s)
+                else:
+                    rows.add(entry, row_id=entry.row_id, now_s=now_s)
+            for statement, values in rows.statements():
+                connection.execute(statement, (msgspec.json.encode(values).decode(),))
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
-        for entry, row_id, num_attempts, num_tokens in writes:
+        for entry, row_id, num_attempts, num_tokens in rows.writes:
             entry.row_id = row_id
             entry.num_attempts_written = num_attempts
             entry.num_tokens_written = num_tokens
-        return ended
+        return rows.ended
 
-    def _insert_request(
-        self, connection: sqlite3.Connection, entry: JournalEntry, now_s: int
-    ) -> int:
-        cursor = connection.execute(
-            "INSERT INTO requests (request_id, owner, model, sampling, opened_s, prompt)"
-            " VALUES (?, ?, ?, ?, ?, ?)",
+    def _add_request(self, rows: "_Rows", entry: JournalEntry, *, row_id: int, now_s: int) -> None:
+        rows.requests.append(
             (
+                row_id,
                 entry.request_id,
                 self.owner,
                 entry.model,
-                msgspec.msgpack.encode(entry.sampling),
+                msgspec.json.encode(entry.sampling).decode(),
                 now_s,
-                array("i", entry.prompt_token_ids).tobytes(),
-            ),
+                array("i", entry.prompt_token_ids).tobytes().hex(),
+            )
         )
-        assert cursor.lastrowid is not None
-        return cursor.lastrowid
 
     def expire(self, *, max_retained_requests: int, retention_s: float) -> None:
         """Delete finished requests that are too many or too old, and what other owners left open
@@ -457,6 +453,57 @@ class JournalFile:
                 "limit": MAX_EXPIRED_PER_PASS,
             },
         )
+
+
+class _Rows:
+    """What one transaction writes, by table.
+
+    Each table takes one statement for all its rows, as a JSON list: SQLite gives up Python's lock
+    for every statement, and the thread that serves tokens pays for each time it gets it back.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[int, str, str, str, str, int, str]] = []
+        self.attempts: list[tuple[int, int, str, str, int, int]] = []
+        self.tokens: list[tuple[int, int, str]] = []
+        self.ends: list[tuple[int, str, int]] = []
+        self.writes: list[tuple[JournalEntry, int, int, int]] = []
+        """Entry, its row, and how many attempts and tokens the file then has."""
+        self.ended: list[JournalEntry] = []
+
+    def add(self, entry: JournalEntry, *, row_id: int, now_s: int) -> None:
+        """List what the file lacks of `entry`."""
+        # Read in this order: an end is written only with all tokens, tokens with their attempt.
+        finish_reason = entry.finish_reason
+        num_tokens = len(entry.tokens)
+        num_attempts = len(entry.attempts)
+        for a in entry.attempts[entry.num_attempts_written : num_attempts]:
+            self.attempts.append((row_id, a.epoch, a.attempt_id, *a.target, a.first_index))
+        first_index = entry.num_tokens_written
+        if num_tokens > first_index:
+            token_ids = entry.tokens[first_index:num_tokens].tobytes().hex()
+            self.tokens.append((row_id, first_index, token_ids))
+        if finish_reason is not None:
+            self.ended.append(entry)
+            self.ends.append((now_s, finish_reason, row_id))
+        self.writes.append((entry, row_id, num_attempts, num_tokens))
+
+    def statements(self) -> Iterator[tuple[str, list[Any]]]:
+        """Yield the statements that have rows, each with its rows."""
+        for statement, rows in (
+            (INSERT_REQUESTS, self.requests),
+            (INSERT_ATTEMPTS, self.attempts),
+            (INSERT_TOKENS, self.tokens),
+            (UPDATE_ENDS, self.ends),
+        ):
+            if rows:
+                yield statement, cast("list[Any]", rows)
+
+
+def _last_row_id(connection: sqlite3.Connection) -> int:
+    """The largest row id ever given; ids are not used again, also after deletions."""
+    row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'requests'").fetchone()
+    return int(row[0]) if row is not None else 0
 
 
 def read_request(path: str | Path, request_id: RequestId) -> RequestRecord | None:
@@ -504,7 +551,7 @@ def _read(path: str | Path, where: str, values: tuple[str, ...]) -> Iterator[Req
             )
             for row in rows:
                 yield _to_record(connection, *row)
-    except (sqlite3.Error, msgspec.DecodeError) as error:
+    except (sqlite3.Error, msgspec.DecodeError, ValueError) as error:
         raise JournalError(f"{path}: {error}") from error
 
 
@@ -513,11 +560,11 @@ def _to_record(
     row_id: int,
     request_id: str,
     model: str,
-    sampling: bytes,
+    sampling: str,
     finish_reason: str | None,
-    prompt: bytes,
+    prompt: str,
 ) -> RequestRecord:
-    prompt_token_ids = tuple(array("i", prompt))
+    prompt_token_ids = tuple(array("i", bytes.fromhex(prompt)))
     attempts = connection.execute(
         "SELECT attempt_id, epoch, engine_id, dp_rank, first_index FROM attempts"
         " WHERE row_id = ? ORDER BY epoch",
@@ -528,7 +575,7 @@ def _to_record(
         model=model,
         prompt_token_ids=prompt_token_ids,
         num_prompt_tokens=len(prompt_token_ids),
-        sampling=msgspec.msgpack.decode(sampling, type=SamplingParams),
+        sampling=msgspec.json.decode(sampling, type=SamplingParams),
         attempts=tuple(
             AttemptRecord(
                 attempt_id=AttemptId(attempt_id),
@@ -554,7 +601,7 @@ def _read_tokens(connection: sqlite3.Connection, row_id: int, request_id: str) -
             raise JournalError(
                 f"request {request_id}: tokens from {first_index}, expected {len(tokens)}"
             )
-        tokens.frombytes(token_ids)
+        tokens.frombytes(bytes.fromhex(token_ids))
     return tokens
 
 
