@@ -97,7 +97,11 @@ TOP1 = Case(
     num_ranks=16,
 )
 WARM = PlacementOptions(trigger=0.028, stop=0.017)
-CLOSE = PlacementOptions(trigger=0.001, stop=0.00099)
+"""Close to the defaults; the room up to 12 moves a layer is used."""
+# At most 40 moves a layer on average, shared by what they gain.
+CLOSE = PlacementOptions(
+    trigger=0.001, stop=0.0005, max_bytes=40 * 58 * 44_040_192, expert_bytes=44_040_192
+)
 TOP1_EQUAL = PlacementOptions(trigger=0.018, stop=0.0103)
 TOP1_WEIGHTED = PlacementOptions(trigger=0.005, stop=0.001, split="weighted")
 

@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from dsched.eplb.search import Holding, settle
+from dsched.eplb.search import FAR_ABOVE, Holding, settle
 from dsched.eplb.state import (
     LayerState,
     add_copy,
@@ -29,6 +29,8 @@ from dsched.eplb.state import (
 )
 from dsched.eplb.warm import empty_holding, limit_above, mean_load
 
+ENOUGH = 0.004
+"""Excess of the heaviest rank over the mean with which the first count of copies is good enough."""
 COUNT_LIMIT = 512
 """Slots times experts of a layer whose counts are searched, too. The search packs a layer up to
 E^4 times, some milliseconds at the limit."""
@@ -67,16 +69,24 @@ def sink(
 
 
 @njit(cache=True, nogil=True)
-def count_copies(state: LayerState, heap: NDArray[np.int64], num_slots: int) -> None:
+def count_copies(
+    state: LayerState,
+    heap: NDArray[np.int64],
+    priority: NDArray[np.int64],
+    num_slots: int,
+    rebate: int,
+) -> None:
     """Set `num_copies` and the shares. In: `heap` holds all experts by falling load.
 
-    A falling order is a heap. Experts leave it when they have a copy on every rank.
+    The next copy goes to the greatest load / (copies - rebate / 16): a rebate prefers experts with
+    few copies. A falling order is a heap. Experts leave it when they have a copy on every rank.
     """
     size = len(heap)
     max_copies = len(state.order)
-    share = state.share
     num_copies = state.num_copies
     num_copies[:-1] = 1
+    for expert in heap:
+        priority[expert] = state.weight[expert] * 8 // (16 - rebate)
     state.grown_share[:] = state.weight >> 1
     if max_copies == 1:
         return
@@ -86,11 +96,12 @@ def count_copies(state: LayerState, heap: NDArray[np.int64], num_slots: int) -> 
         expert = heap[0]
         num_copies[expert] += 1
         set_shares(state, expert)
+        priority[expert] = state.weight[expert] * 8 // (16 * num_copies[expert] - rebate)
         if num_copies[expert] == max_copies:
             size -= 1
             heap[0], heap[size] = heap[size], heap[0]
         if size > 0:
-            sink(share, num_copies, heap, size)
+            sink(priority, num_copies, heap, size)
 
 
 @njit(cache=True, nogil=True)
@@ -279,6 +290,7 @@ def fill_empty_slots(state: LayerState, width: int) -> None:
 class FreshScratch(NamedTuple):
     """Arrays that the steps of one layer share."""
 
+    priority: NDArray[np.int64]
     expert_heap: NDArray[np.int64]
     keys: NDArray[np.int64]
     by_share: NDArray[np.int64]
@@ -298,6 +310,7 @@ def plan_fresh(
     spread: int,
     stop: float,
     max_rounds: int,
+    rebates: NDArray[np.int64],
     out: NDArray[np.int32],
 ) -> None:
     """Plan every layer from nothing into `out` [L, P], with E in empty slots.
@@ -308,7 +321,9 @@ def plan_fresh(
     num_ranks = len(rank_up)
     width = out.shape[1] // num_ranks
     state = new_state(num_experts, rank_up, node_of, width, spread)
+    slots = np.empty(out.shape[1], np.int32)
     scratch = FreshScratch(
+        np.empty(num_experts, np.int64),
         np.empty(num_experts, np.int64),
         np.empty(num_experts, np.int64),
         np.empty(num_experts, np.int64),
@@ -322,12 +337,25 @@ def plan_fresh(
     for layer in range(num_layers):
         mean = mean_load(weight[layer], len(state.order))
         goal = limit_above(mean, stop)
-        clear(state, weight[layer])
-        scratch.expert_heap[:] = by_load[layer]
-        count_copies(state, scratch.expert_heap, len(state.order) * width)
-        best = place_counted(
-            state, width, by_load[layer], goal, mean, max_rounds, holding, scratch, out[layer]
-        )
+        best = FAR_ABOVE
+        for rebate in rebates:
+            if best <= limit_above(mean, ENOUGH) or (best < FAR_ABOVE and max_rounds < 0):
+                break
+            clear(state, weight[layer])
+            scratch.expert_heap[:] = by_load[layer]
+            count_copies(
+                state,
+                scratch.expert_heap,
+                scratch.priority,
+                len(state.order) * width,
+                rebate,
+            )
+            heaviest = place_counted(
+                state, width, by_load[layer], goal, mean, max_rounds, holding, scratch, slots
+            )
+            if heaviest < best:
+                best = heaviest
+                out[layer] = slots
         if best > goal and max_rounds > 0 and num_experts * out.shape[1] <= COUNT_LIMIT:
             search_counts(
                 state,

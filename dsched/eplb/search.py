@@ -41,6 +41,10 @@ PATIENCE = 8
 """Rounds without a new best after which a search ends. Below: it stops on the way out of a local
 optimum. Above: it goes round in circles."""
 
+CYCLE_RANKS = 6
+"""Heavy and light ranks that are tried for passing three experts round. Above: slower for little,
+as the heaviest and the lightest ranks gain most."""
+
 FAR_ABOVE = 1 << 62
 """More than any load."""
 
@@ -59,13 +63,16 @@ class Holding(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A candidate: exchange `slot` with `other_slot`, or overwrite `slot` with `expert`."""
+    """A candidate: exchange `slot` with `other_slot`, then with `third_slot`; or overwrite it."""
 
     slot: int
     """-1: no step found."""
     other_slot: int
     """-1 for an overwriting."""
+    third_slot: int
+    """-1 unless three ranks pass an expert round."""
     expert: int
+    """What overwrites the slot; -1 for exchanges."""
     gain: float
     """Change of the summed overload; negative is better."""
     score: float
@@ -73,12 +80,12 @@ class Step(NamedTuple):
     heaviest: int
     """Heaviest rank load afterwards, or a little more (see `find_replace`)."""
     num_moves: int
-    """Change of the number of moves: -2 .. 2."""
+    """Change of the number of moves: -3 .. 3."""
 
 
 @njit(cache=True, nogil=True)
 def no_step() -> Step:
-    return Step(-1, -1, -1, 0.0, 0.0, FAR_ABOVE, 0)
+    return Step(-1, -1, -1, -1, 0.0, 0.0, FAR_ABOVE, 0)
 
 
 @njit(cache=True, nogil=True)
@@ -326,7 +333,7 @@ def price_replace(
     price = price_change(state, holding, expert, old, rank)
     num_moves = count_change(holding, expert, old, rank)
     score = score_of(holding.near_price, gain, price)
-    return Step(slot, -1, expert, gain, score, heaviest, num_moves)
+    return Step(slot, -1, -1, expert, gain, score, heaviest, num_moves)
 
 
 @njit(cache=True, nogil=True)
@@ -406,7 +413,97 @@ def price_exchange(
         holding, expert, other, other_rank
     )
     score = score_of(holding.near_price, gain, price)
-    return Step(slot, other_slot, -1, gain, score, heaviest, num_moves)
+    return Step(slot, other_slot, -1, -1, gain, score, heaviest, num_moves)
+
+
+@njit(cache=True, nogil=True)
+def find_cycle(
+    state: LayerState, width: int, rank: int, limit: int, mean: int, holding: Holding
+) -> Step:
+    """Search the ways to pass three experts round: `rank` to a light rank to another heavy one.
+
+    The heavy ranks each get a somewhat smaller expert than they give, and the light one takes up
+    the difference: three moves for two ranks, where exchanges need four. Returns the step with the
+    best score. O(C^2 (K^2 + K c)) for C ranks of each kind and c pairs that fit.
+    """
+    best = no_step()
+    if state.spread:
+        return best
+    order, rank_load = state.order, state.rank_load
+    slot_expert, shares = state.slot, state.share
+    near_price = holding.near_price
+    load = rank_load[rank]
+    tried = 0
+    for index in range(len(order) - 1, 0, -1):
+        heavy = order[index]
+        if tried == CYCLE_RANKS or rank_load[heavy] <= limit:
+            break
+        if heavy == rank:
+            continue
+        tried += 1
+        heavy_load = rank_load[heavy]
+        for light in order[: min(CYCLE_RANKS, index)]:
+            light_load = rank_load[light]
+            if light_load >= mean or light in (rank, heavy):
+                continue
+            before = (
+                overload(load, limit, mean, TILT)
+                + overload(heavy_load, limit, mean, TILT)
+                + overload(light_load, limit, mean, TILT)
+            )
+            for slot in range(rank * width, (rank + 1) * width):
+                share = shares[slot_expert[slot]]
+                for heavy_slot in range(heavy * width, (heavy + 1) * width):
+                    heavy_share = shares[slot_expert[heavy_slot]]
+                    new_load = load - share + heavy_share
+                    if new_load > limit or new_load < light_load:
+                        continue
+                    for light_slot in range(light * width, (light + 1) * width):
+                        light_share = shares[slot_expert[light_slot]]
+                        new_heavy = heavy_load - heavy_share + light_share
+                        new_light = light_load - light_share + share
+                        if new_heavy > limit or new_light > limit or new_heavy < light_load:
+                            continue
+                        gain = (
+                            overload(new_load, limit, mean, TILT)
+                            + overload(new_heavy, limit, mean, TILT)
+                            + overload(new_light, limit, mean, TILT)
+                            - before
+                        )
+                        if score_of(near_price, gain, 3 * near_price) >= best.score:
+                            continue
+                        step = price_cycle(state, holding, slot, light_slot, heavy_slot, gain)
+                        if step.score < best.score and can_pass_round(
+                            state, slot, light_slot, heavy_slot
+                        ):
+                            best = step
+    return best
+
+
+@njit(cache=True, nogil=True)
+def can_pass_round(state: LayerState, slot: int, light_slot: int, heavy_slot: int) -> bool:
+    """Whether no rank gets an expert that it has: slot to light, light to heavy, heavy to slot."""
+    return not (
+        has_copy(state, state.slot[slot], state.rank_of[light_slot])
+        or has_copy(state, state.slot[light_slot], state.rank_of[heavy_slot])
+        or has_copy(state, state.slot[heavy_slot], state.rank_of[slot])
+    )
+
+
+@njit(cache=True, nogil=True)
+def price_cycle(
+    state: LayerState, holding: Holding, slot: int, light_slot: int, heavy_slot: int, gain: float
+) -> Step:
+    """Make the step that passes three experts round."""
+    price = 0
+    num_moves = 0
+    for source, target in ((slot, light_slot), (light_slot, heavy_slot), (heavy_slot, slot)):
+        came, left = state.slot[source], state.slot[target]
+        rank = state.rank_of[target]
+        price += price_change(state, holding, came, left, rank)
+        num_moves += count_change(holding, came, left, rank)
+    score = score_of(holding.near_price, gain, price)
+    return Step(slot, light_slot, heavy_slot, -1, gain, score, FAR_ABOVE, num_moves)
 
 
 @njit(cache=True, nogil=True)
@@ -414,6 +511,8 @@ def take_step(state: LayerState, step: Step) -> None:
     """Make the step. Taking `undo_of` the same step afterwards brings the state back."""
     if step.other_slot >= 0:
         swap_copies(state, step.slot, step.other_slot)
+        if step.third_slot >= 0:
+            swap_copies(state, step.slot, step.third_slot)
     elif step.slot >= 0:
         replace_copy(state, step.slot, step.expert)
 
@@ -421,10 +520,21 @@ def take_step(state: LayerState, step: Step) -> None:
 @njit(cache=True, nogil=True)
 def undo_of(state: LayerState, step: Step) -> Step:
     """Return the step that undoes `step`. In: the state before it."""
-    if step.other_slot >= 0:
-        return step
-    expert = int(state.slot[step.slot])
-    return Step(step.slot, -1, expert, -step.gain, -step.score, FAR_ABOVE, -step.num_moves)
+    other_slot, third_slot, expert = step.other_slot, step.third_slot, -1
+    if third_slot >= 0:
+        other_slot, third_slot = third_slot, other_slot
+    if other_slot < 0:
+        expert = int(state.slot[step.slot])
+    return Step(
+        step.slot,
+        other_slot,
+        third_slot,
+        expert,
+        -step.gain,
+        -step.score,
+        FAR_ABOVE,
+        -step.num_moves,
+    )
 
 
 @njit(cache=True, nogil=True)
@@ -467,10 +577,10 @@ def settle(
     """Improve a placement, at any number of moves, until the heaviest rank is at `goal`.
 
     In each round the heaviest rank exchanges while it helps. Then one slot is overwritten so that
-    the summed overload falls, although another rank may become the heaviest for a while; failing
-    that, so that the heaviest rank falls; failing that, all ranks above the goal exchange, as a
-    rank that is stuck may come free when lighter ones have changed. Ends when nothing helps, after
-    `PATIENCE` rounds in vain, or after `max_rounds`.
+    the heaviest rank falls; failing that, all ranks above the goal exchange, as a rank that is
+    stuck may come free when lighter ones have changed. Where that ends too, overwritings that lower
+    the summed overload come first, although another rank may become the heaviest for a while. Ends
+    when nothing helps, after `PATIENCE` rounds in vain, or after `max_rounds`.
 
     Writes the slots of the best state to `best_slots`; returns its heaviest rank load.
     """
@@ -480,6 +590,7 @@ def settle(
     now = 0
     best = FAR_ABOVE
     num_in_vain = 0
+    is_escaping = False
     for index in range(max_rounds + 1):
         now = exchange_ranks(state, width, goal, 1, scanned, changed, now)
         rank = state.order[num_live - 1]
@@ -492,12 +603,15 @@ def settle(
         if heaviest <= goal or index == max_rounds or num_in_vain > PATIENCE:
             break
         gainful, _, strict = find_replace(state, width, rank, goal, mean, holding)
-        step = gainful if gainful.slot >= 0 else strict
+        step = gainful if is_escaping and gainful.slot >= 0 else strict
         if step.slot < 0:
             now = exchange_ranks(state, width, goal, num_live, scanned, changed, now)
-            if state.rank_load[state.order[num_live - 1]] >= heaviest:
-                break
-            continue
+            if state.rank_load[state.order[num_live - 1]] < heaviest:
+                continue
+            step = gainful
+            is_escaping = True
+        if step.slot < 0:
+            break
         take_step(state, step)
         now += 1
         changed[:] = now

@@ -20,6 +20,7 @@ from dsched.eplb.search import (
     can_exchange,
     can_replace,
     count_change,
+    find_cycle,
     find_exchange,
     find_replace,
     no_step,
@@ -99,8 +100,9 @@ def improve_layers(
             trail[layer],
         )
         out[layer] = best_slots
-        clear(state, weight[layer])
-        fill(state, out[layer])
+        if not np.array_equal(best_slots, state.slot):
+            clear(state, weight[layer])
+            fill(state, out[layer])
         fill_spare_slots(state, holding, goal, mean, max_moves[layer] - num_moves)
         out[layer] = state.slot
 
@@ -323,6 +325,10 @@ def choose_step(
         replace, lightest, strict = find_replace(state, width, rank, goal, mean, holding)
         if index == last:
             aside = lighter(lightest, lightest_exchange, moves_left)
+        if exchange.slot >= 0 or replace.slot >= 0:
+            cycle = find_cycle(state, width, rank, goal, mean, holding)
+            if cycle.slot >= 0 and cycle.score < min(exchange.score, replace.score):
+                return cycle, aside
         if replace.slot >= 0 and replace.score <= exchange.score:
             return replace, aside
         if exchange.slot >= 0:

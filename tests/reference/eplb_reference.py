@@ -64,14 +64,20 @@ def moves_as_sets(old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int
     return [len(pairs(after) - pairs(before)) for before, after in zip(old, new, strict=True)]
 
 
-def greedy_counts(load: Sequence[int], *, num_slots: int, max_copies: int) -> list[int]:
-    """Copies by the rule of `fresh.count_copies`: greatest share, fewest copies, lowest number."""
+def greedy_counts(
+    load: Sequence[int], *, num_slots: int, max_copies: int, rebate: int = 2
+) -> list[int]:
+    """Copies by the rule of `fresh.count_copies`: greatest load for copies less the rebate."""
     counts = [1] * len(load)
+
+    def rate(expert: int) -> Fraction:
+        return load[expert] / (counts[expert] - Fraction(rebate, 16))
+
     for _ in range(num_slots - len(load)):
         open_experts = [e for e in range(len(load)) if counts[e] < max_copies]
         if not open_experts:
             break
-        best = min(open_experts, key=lambda e: (-Fraction(load[e], counts[e]), counts[e], e))
+        best = min(open_experts, key=lambda e: (-rate(e), counts[e], e))
         counts[best] += 1
     return counts
 
