@@ -5,6 +5,7 @@ from dsched.eplb.migration import MigrationPlan, Transfer, apply_batch, plan_mig
 from dsched.eplb.placement import (
     EMPTY,
     ExpertPlacement,
+    Planner,
     balancedness,
     check_placement,
     count_moves,
@@ -34,6 +35,7 @@ __all__ = [
     "Payback",
     "PlacementOptions",
     "PlacementPlan",
+    "Planner",
     "Transfer",
     "WindowLoad",
     "apply_batch",

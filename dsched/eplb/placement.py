@@ -5,6 +5,7 @@ rule book for it, and `balancedness` the figure to judge it by: one number for e
 a bad layer cannot hide in a sum over layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -319,3 +320,7 @@ def _distinct(placement: ExpertPlacement, is_new: NDArray[np.bool_]) -> NDArray[
     seen[layers, ranks, placement.slot_expert[layers, slots]] = True
     counts: NDArray[np.int64] = seen[:, :, :-1].sum(axis=(1, 2), dtype=np.int64)
     return counts
+
+
+Planner = Callable[[NDArray[np.int64], ExpertPlacement | None], ExpertPlacement]
+"""Load [L, E] and the placement in use (`None` at first) to the next placement."""

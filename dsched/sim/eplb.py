@@ -7,7 +7,7 @@ from nothing and not scored: it moves everything, whoever makes it.
 Planners are callables, so that engines' own can take part without being imported here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,14 +18,12 @@ from dsched.clock import Clock
 from dsched.eplb import (
     ExpertPlacement,
     PlacementOptions,
+    Planner,
     balancedness,
     count_moves,
     plan_placement,
 )
 from dsched.rng import stream
-
-Planner = Callable[[NDArray[np.int64], ExpertPlacement | None], ExpertPlacement]
-"""Load [L, E] and the placement in use (None at first) to the next placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

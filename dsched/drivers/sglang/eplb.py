@@ -26,8 +26,7 @@ from dsched.config import EplbSettings, eplb_settings_from_environment
 from dsched.drivers.eplb import plan_slots
 
 if TYPE_CHECKING:
-    from dsched.eplb import ExpertPlacement
-    from dsched.sim.eplb import Planner
+    from dsched.eplb import ExpertPlacement, Planner
 
 REBALANCE: Final = "sglang.srt.eplb.eplb_algorithms.rebalance_experts"
 METADATA: Final = "sglang.srt.eplb.eplb_manager.EPLBManager._compute_expert_location_metadata"

@@ -22,8 +22,7 @@ from dsched.drivers.eplb import plan_slots
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from dsched.eplb import ExpertPlacement
-    from dsched.sim.eplb import Planner
+    from dsched.eplb import ExpertPlacement, Planner
 
 POLICY_NAME: Final = "default"
 """The only name that vLLM's configuration allows."""
