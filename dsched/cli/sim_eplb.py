@@ -15,11 +15,10 @@ from rich.table import Table
 from dsched.clock import SystemClock
 from dsched.drivers.sglang.eplb import sglang_planner
 from dsched.drivers.vllm.eplb import vllm_planner
-from dsched.eplb import PlacementOptions, read_load_file
+from dsched.eplb import PlacementOptions, Planner, read_load_file
 from dsched.errors import ConfigError
 from dsched.sim.eplb import (
     LoadShape,
-    Planner,
     PlannerScore,
     compare_planners,
     dsched_planner,
