@@ -83,6 +83,7 @@ def fault_samples(controller: Controller, faults: FaultStats) -> Iterator[Sample
     for part, histogram in faults.gaps.items():
         yield Sample(name="dsched_handoff_gap_seconds", value=histogram, labels=(part,))
     yield Sample(name="dsched_handoff_waiting_requests", value=controller.num_waiting_handoffs)
+    yield Sample(name="dsched_held_up_seconds_total", value=controller.held_up_ns / NS_PER_S)
     yield Sample(name="dsched_fenced_tokens_total", value=controller.num_fenced_tokens)
     yield Sample(
         name="dsched_silent_losses_kept_total", value=controller.membership.num_capped_losses

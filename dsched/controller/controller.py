@@ -479,6 +479,11 @@ class Controller:
         return len(self._runs_on(engine_id))
 
     @property
+    def held_up_ns(self) -> int:
+        """Time in which this process did not run while requests did; no engine is blamed for it."""
+        return self._watch.forgiven_ns if self._watch is not None else 0
+
+    @property
     def num_waiting_handoffs(self) -> int:
         """Requests that wait for the ration of re-prefill."""
         return sum(handoffs.num_waiting for handoffs in self._handoffs.values())

@@ -88,6 +88,8 @@ class ProgressWatch:
         self._num_on: dict[EngineId, int] = {}
         self._progress_ns: dict[EngineId, int] = {}
         self._last_sweep_ns: int | None = None
+        self.forgiven_ns = 0
+        """Time in which dsched itself was held up, and nobody was suspected for it."""
 
     def begin(
         self, key: Hashable, *, engine_id: EngineId, num_prompt_tokens: int, now_ns: int
@@ -129,6 +131,7 @@ class ProgressWatch:
         late_ns = self._late_ns(now_ns)
         self._last_sweep_ns = now_ns
         if late_ns:
+            self.forgiven_ns += max(0, late_ns)
             self._forgive(late_ns, now_ns)
         is_decoding: dict[EngineId, bool] = {}
         prompt_tokens: dict[EngineId, int] = {}

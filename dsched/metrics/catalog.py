@@ -88,6 +88,11 @@ _METRICS = (
         "Requests that lost their engine and wait for the ration of prompts computed again.",
     ),
     _counter(
+        "dsched_held_up_seconds_total",
+        "Time in which dsched itself did not run while requests did; freezes are noticed so much "
+        "later.",
+    ),
+    _counter(
         "dsched_fenced_tokens_total",
         "Tokens of attempts that were over when they came, dropped before the journal.",
     ),

@@ -12,12 +12,14 @@ differently.
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +33,10 @@ from dsched.testing.vllm_engines import ENGINE_ARGS, is_vllm_there
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_STREAMS = 16
-NUM_TOKENS = 480
+NUM_TOKENS = 800
+"""Long enough that a busy machine's client sees every stream live before the first one ends."""
+KV_TOKENS_BEFORE_FAULT = 40
+"""Mean prompt and answer of the victim's streams when the fault comes; prompts have under 20."""
 MIN_LEAD = 1e-3
 """Of the best token's logprob over the second: about 100 times the rounding of float32 here."""
 READY_TIMEOUT_S = 400
@@ -69,10 +74,28 @@ class Running:
 class Stream:
     """One answer as it came."""
 
+    lines: list[bytes] = field(default_factory=list)
+    """As they came; reading them waits until the end, so that the client keeps up."""
+    times_s: list[float] = field(default_factory=list)
     text: str = ""
     ends: list[str] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
     guarantee: str | None = None
+
+    def read(self) -> None:
+        """Make text, ends and guarantee of the lines."""
+        for line in self.lines:
+            if line.strip() == b"data: [DONE]":
+                self.ends.append("[DONE]")
+                continue
+            document = json.loads(line[6:])
+            assert "error" not in document, document
+            self.guarantee = document.get("dsched", {}).get("guarantee", self.guarantee)
+            if usage := document.get("usage"):
+                self.ends.append(f"{usage['completion_tokens']} tokens")
+            for choice in document["choices"]:
+                self.text += choice["text"]
+                if choice["finish_reason"] is not None:
+                    self.ends.append(choice["finish_reason"])
 
     @property
     def longest_gap_s(self) -> float:
@@ -148,12 +171,6 @@ async def num_up(url: str) -> int:
     return len(re.findall(r'dsched_worker_state\{.*state="up"\} 1', await metrics(url)))
 
 
-async def dispatched(url: str) -> dict[str, int]:
-    """Attempts sent to each engine so far."""
-    found = re.findall(r"dsched_rank_dispatched_total\{(.*)\} ([0-9.e+]+)", await metrics(url))
-    return {re.findall(r'engine="([^"]*)"', labels)[0]: int(float(n)) for labels, n in found}
-
-
 async def gap_counts(url: str, part: str) -> dict[float, int]:
     """Handoffs whose `part` took at most so many seconds."""
     text = await metrics(url)
@@ -168,6 +185,13 @@ async def gap_counts(url: str, part: str) -> dict[float, int]:
 def make_prompt(number: int) -> str:
     words = (WORDS[(number * 3 + at) % len(WORDS)] for at in range(6))
     return " ".join([str(number), *words])
+
+
+async def held_up_s(url: str) -> float:
+    """Time in which dsched itself did not run."""
+    found = re.search(r"^dsched_held_up_seconds_total (.*)$", await metrics(url), re.M)
+    assert found is not None
+    return float(found[1])
 
 
 async def expected_answers(running: Running) -> dict[str, str]:
@@ -229,50 +253,84 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: str, stream: Str
     async with session.post(f"{url}/v1/completions", json=body) as answer:
         assert answer.status == 200, await answer.text()
         async for line in answer.content:
-            if not line.startswith(b"data: "):
-                continue
-            stream.times_s.append(time.monotonic())
-            if line.strip() == b"data: [DONE]":
-                stream.ends.append("[DONE]")
-                continue
-            document = json.loads(line[6:])
-            assert "error" not in document, document
-            stream.guarantee = document.get("dsched", {}).get("guarantee", stream.guarantee)
-            if usage := document.get("usage"):
-                stream.ends.append(f"{usage['completion_tokens']} tokens")
-            for choice in document["choices"]:
-                stream.text += choice["text"]
-                if choice["finish_reason"] is not None:
-                    stream.ends.append(choice["finish_reason"])
+            if line.startswith(b"data: "):
+                stream.times_s.append(time.monotonic())
+                stream.lines.append(line)
+    stream.read()
+
+
+class Saboteur:
+    """Hits the engine that serves most streams when they are some tokens long.
+
+    A process of its own that asks dsched's metrics: the client of sixteen streams may lag behind on
+    a busy machine, and would see them live when they have ended.
+    """
+
+    def __init__(self, running: Running, number: signal.Signals) -> None:
+        context = multiprocessing.get_context("fork")
+        self._victim = context.SimpleQueue()
+        self._process = context.Process(
+            target=sabotage, args=(running, number, self._victim), daemon=True
+        )
+        self._process.start()
+        assert self._victim.get() == "ready"
+
+    def victim(self) -> str:
+        """The engine that was hit."""
+        self._process.join(10)
+        assert self._process.exitcode == 0
+        return str(self._victim.get())
+
+
+def sabotage(running: Running, number: signal.Signals, victims: Any) -> None:  # noqa: ANN401
+    """Wait until the streams of one engine are some tokens long, then hit it."""
+
+    def look() -> tuple[dict[str, int], dict[str, int]]:
+        """Attempts sent to each engine so far, and KV tokens of its requests now."""
+        with urllib.request.urlopen(f"{running.url}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        return read_ranks(text, "dispatched_total"), read_ranks(text, "kv_tokens")
+
+    before, _ = look()
+    victims.put("ready")
+    while True:
+        now, kv_tokens = look()
+        sent = {name: now[name] - before.get(name, 0) for name in now}
+        victim = max(sent, key=lambda name: (sent[name], name))
+        if (
+            sum(sent.values()) == NUM_STREAMS
+            and kv_tokens[victim] >= sent[victim] * KV_TOKENS_BEFORE_FAULT
+        ):
+            break
+        time.sleep(0.005)
+    signal_group(running.engines[victim][1], number)
+    victims.put(victim)
+
+
+def read_ranks(text: str, name: str) -> dict[str, int]:
+    """The values of a metric of ranks, by engine."""
+    found = re.findall(rf"dsched_rank_{name}\{{(.*)\}} ([0-9.e+]+)", text)
+    return {
+        re.findall(r'engine="([^"]*)"', labels)[0]: int(float(value)) for labels, value in found
+    }
 
 
 async def run_streams(
     running: Running, expected: dict[str, str], signal_number: signal.Signals
 ) -> tuple[list[Stream], str]:
-    """Send all prompts, hit the engine that serves most of them once every stream is live, and let
-    them end; return the streams and the engine."""
+    """Send all prompts, let one engine be hit amid them, and let them end; return the streams and
+    the engine."""
     streams = [Stream() for _ in expected]
-    before = await dispatched(running.url)
+    saboteur = Saboteur(running, signal_number)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
-        tasks = [
-            asyncio.create_task(ask(session, running.url, prompt, stream))
-            for prompt, stream in zip(expected, streams, strict=True)
-        ]
-        async with asyncio.timeout(120):
-            # The engine is chosen while prompts are computed: answers take two seconds.
-            after = before
-            while sum(after.values()) < sum(before.values()) + NUM_STREAMS:
-                after = await dispatched(running.url)
-            victim = max(after, key=lambda name: (after[name] - before.get(name, 0), name))
-            while not all(stream.text for stream in streams):
-                await asyncio.sleep(0.002)
-        signal_group(running.engines[victim][1], signal_number)
-        num_ended = sum(bool(stream.ends) for stream in streams)
-        async with asyncio.timeout(180):
-            await asyncio.gather(*tasks)
-    assert num_ended == 0, f"{num_ended} streams had ended before the fault"
-    return streams, victim
+    async with aiohttp.ClientSession(connector=connector) as session, asyncio.timeout(180):
+        await asyncio.gather(
+            *(
+                ask(session, running.url, prompt, stream)
+                for prompt, stream in zip(expected, streams, strict=True)
+            )
+        )
+    return streams, saboteur.victim()
 
 
 def check(streams: list[Stream], expected: dict[str, str]) -> int:
@@ -292,10 +350,13 @@ async def test_a_frozen_engine_costs_a_pause_and_adds_no_token(running: Running)
     streams, victim = await run_streams(running, expected, signal.SIGSTOP)
 
     num_continued = check(streams, expected)
-    assert num_continued >= NUM_STREAMS // 2
+    assert num_continued >= 4
     detected = await gap_counts(running.url, "detect")
     dispatched = await gap_counts(running.url, "dispatch")
-    assert detected[DECODE_TIMEOUT_S + 1] == detected[float("inf")] == num_continued
+    # A machine that does not run dsched for a second or more puts the notice off by that.
+    limit_s = DECODE_TIMEOUT_S + 1 + await held_up_s(running.url)
+    bucket_s = min(each for each in detected if each >= limit_s)
+    assert detected[bucket_s] == detected[float("inf")] == num_continued
     assert dispatched[1.0] == num_continued
 
     # It wakes up while others are served: what it still had belongs to nobody.
@@ -323,7 +384,7 @@ async def test_a_killed_engine_costs_a_pause(running: Running) -> None:
     streams, _ = await run_streams(running, expected, signal.SIGKILL)
 
     num_continued = check(streams, expected)
-    assert num_continued >= NUM_STREAMS // 2
+    assert num_continued >= 4
     after = await gap_counts(running.url, "detect")
     gaps = {le: after[le] - before.get(le, 0) for le in after}
     assert gaps[1.0] == gaps[float("inf")] == num_continued
