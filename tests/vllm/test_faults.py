@@ -377,7 +377,7 @@ async def test_a_frozen_engine_costs_a_pause_and_adds_no_token(running: Running)
 
 
 async def test_a_killed_engine_costs_a_pause(running: Running) -> None:
-    """SIGKILL of the whole group: all streams finish, and the loss is noticed within a second."""
+    """SIGKILL of the whole group: all streams finish, and the loss is noticed by its sockets."""
     expected = await expected_answers(running)
     before = await gap_counts(running.url, "detect")
 
@@ -387,4 +387,6 @@ async def test_a_killed_engine_costs_a_pause(running: Running) -> None:
     assert num_continued >= 4
     after = await gap_counts(running.url, "detect")
     gaps = {le: after[le] - before.get(le, 0) for le in after}
-    assert gaps[1.0] == gaps[float("inf")] == num_continued
+    # A kernel frees a dead process's memory before it closes its sockets: a second on a busy
+    # machine. Well below the progress timeout: it was the socket that told.
+    assert gaps[2.0] == gaps[float("inf")] == num_continued, gaps
