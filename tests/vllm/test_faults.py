@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 NUM_STREAMS = 16
 NUM_TOKENS = 800
 """Long enough that a busy machine's client sees every stream live before the first one ends."""
-KV_TOKENS_BEFORE_FAULT = 40
+KV_TOKENS_BEFORE_FAULT = 24
 """Mean prompt and answer of the victim's streams when the fault comes; prompts have under 20."""
 MIN_LEAD = 1e-3
 """Of the best token's logprob over the second: about 100 times the rounding of float32 here."""
@@ -339,7 +339,7 @@ def check(streams: list[Stream], expected: dict[str, str]) -> int:
     ends = ["length", f"{NUM_TOKENS} tokens", "[DONE]"]
     assert [stream.ends for stream in streams] == [ends] * NUM_STREAMS
     continued = [stream for stream in streams if stream.guarantee is not None]
-    assert {stream.guarantee for stream in continued} == {"exact"}
+    assert {stream.guarantee for stream in continued} <= {"exact"}
     return len(continued)
 
 
@@ -347,9 +347,13 @@ async def test_a_frozen_engine_costs_a_pause_and_adds_no_token(running: Running)
     """SIGSTOP: noticed within the progress timeout and a second; SIGCONT: nothing foreign."""
     expected = await expected_answers(running)
 
-    streams, victim = await run_streams(running, expected, signal.SIGSTOP)
-
-    num_continued = check(streams, expected)
+    for _ in range(3):  # on a busy machine the fault may come when its streams have ended
+        streams, victim = await run_streams(running, expected, signal.SIGSTOP)
+        num_continued = check(streams, expected)
+        if num_continued:
+            break
+        signal_group(running.engines[victim][1], signal.SIGCONT)
+        await asyncio.sleep(15)
     assert num_continued >= 4
     detected = await gap_counts(running.url, "detect")
     dispatched = await gap_counts(running.url, "dispatch")
