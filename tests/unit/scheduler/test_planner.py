@@ -356,7 +356,7 @@ def test_facts_that_cannot_be_are_refused() -> None:
 
 def test_steady_state_allocates_no_arrays() -> None:
     """A thousand plans over 256 requests leave the memory where it was."""
-    planner = make_planner(max_running_requests=256, max_requests=300, rule=ChunkRule())
+    planner = make_planner(max_running_requests=256, max_requests=3_000, rule=ChunkRule())
     for n in range(256):
         add(planner, f"r{n}", 20 if n % 8 else 200_000, output=100_000)
     for _ in range(50):
@@ -371,9 +371,10 @@ def test_steady_state_allocates_no_arrays() -> None:
 
     after, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # A view, a few numbers and the plan object come and go; one array of 300 slots is 2 400 bytes.
-    assert after - before < 1_000
-    assert peak - before < 2_400
+    # A view, a few numbers and the plan object come and go, and the process's other threads make
+    # some of their own; one array of 3 000 slots is 24 000 bytes.
+    assert after - before < 8_000
+    assert peak - before < 20_000
 
 
 def test_same_requests_give_the_same_plans() -> None:
