@@ -190,6 +190,8 @@ class DecodeRouter:
         self._kv_token_ns = kv_token_ns
         self._calibrates = calibrates
         self._calibration: dict[EngineId, EngineSteps] = {}
+        self._learned: dict[EngineId, NDArray[np.float64]] = {}
+        """Prices [3] of the engines that have shown enough steps."""
         self._prices: NDArray[np.float64] = np.zeros((3, 0))
         self.set_prices(request_ns=request_ns, kv_token_ns=kv_token_ns)
         self.num_decisions: dict[RoutingReason, int] = dict.fromkeys(RoutingReason, 0)
@@ -212,6 +214,8 @@ class DecodeRouter:
             self._prices[k.REQUEST_NS] = self._request_ns
             self._prices[k.KV_TOKEN_NS] = self._kv_token_ns
             self._prices[:, : old.shape[1]] = old
+        if self._learned:
+            self._use_learned_prices()
         return rank
 
     def remove_rank(self, rank: int) -> None:
@@ -392,9 +396,22 @@ class DecodeRouter:
                 base_ns=self._base_ns, request_ns=self._request_ns, kv_token_ns=self._kv_token_ns
             )
         prices = steps.apply_report(rank, report)
-        if prices is not None:
-            for member in steps.ranks:
-                self._prices[:, member] = prices
+        if prices is None or np.array_equal(prices, self._learned.get(engine_id, ())):
+            return
+        self._learned[engine_id] = prices.copy()
+        self._use_learned_prices()
+
+    def _use_learned_prices(self) -> None:
+        """Price each rank as its engine was learned, and the others like the learned ones.
+
+        An engine that has not worked yet must not look dear or cheap beside one that has: with
+        prices of its own from the configuration it would get nothing, or everything.
+        """
+        learned = [self._learned[engine_id] for engine_id in sorted(self._learned)]
+        typical = np.mean(learned, axis=0)
+        for rank in range(self.ledger.num_ranks):
+            engine_id = self.ledger.rank_id(rank).engine_id
+            self._prices[:, rank] = self._learned.get(engine_id, typical)
 
     def _pick_held(self, held: HeldRequest, *, ignore_room: bool) -> RoutingDecision:
         return self._pick(
