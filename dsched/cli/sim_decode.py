@@ -1,6 +1,5 @@
 """`dsched sim decode`: compare routing policies on decode ranks that step together."""
 
-import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dsched.cli.output import write_json
 from dsched.errors import ConfigError
 from dsched.rng import stream
 from dsched.sim.decode import DecodeGroup, DecodeResult, DecodeRun, simulate_decode
@@ -119,7 +119,7 @@ def decode(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if json is not None:
-        _write_json(_as_json(workload, results, group, run), json)
+        write_json(_as_json(workload, results, group, run), json)
     if plot is not None:
         from dsched.sim.decode_plot import plot_decode
 
@@ -203,14 +203,3 @@ def _policy_json(result: DecodeResult, group: DecodeGroup, run: DecodeRun) -> di
     if run.requests_per_rank is None and len(result.request_rank) <= MAX_LISTED_REQUESTS:
         values["request_rank"] = result.request_rank.tolist()
     return values
-
-
-def _write_json(values: dict[str, Any], path: Path) -> None:
-    text = json_module.dumps(values, indent=2, allow_nan=False)
-    if str(path) == "-":
-        typer.echo(text)
-        return
-    try:
-        path.write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -1,9 +1,8 @@
 """`dsched sim eplb`: compare expert placement planners on generated or recorded load, simulated."""
 
-import json as json_module
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -12,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dsched.cli.output import write_json
 from dsched.clock import SystemClock
 from dsched.drivers.sglang.eplb import sglang_planner
 from dsched.drivers.vllm.eplb import vllm_planner
@@ -101,7 +101,7 @@ def eplb(
         raise ConfigError(str(error)) from error
     shape = f"{counts.shape[1]} x {counts.shape[2]} experts, {slots} slots on {ranks} ranks"
     if json is not None:
-        _write_json(
+        write_json(
             {
                 "load": str(load) if load else f"generated, seed {seed}",
                 "case": shape,
@@ -160,14 +160,3 @@ def _table(scores: list[PlannerScore], shape: str) -> Table:
             f"{score.solve_ms:.2f}",
         )
     return table
-
-
-def _write_json(values: dict[str, Any], path: Path) -> None:
-    text = json_module.dumps(values, indent=2, allow_nan=False)
-    if str(path) == "-":
-        typer.echo(text)
-        return
-    try:
-        path.write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

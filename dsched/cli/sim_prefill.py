@@ -1,6 +1,5 @@
 """`dsched sim prefill`: compare prefill routing and chunk rules."""
 
-import json as json_module
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dsched.cli.output import write_json
 from dsched.errors import ConfigError
 from dsched.rng import stream
 from dsched.routing.prefill import DEFAULT_BUCKET_BOUNDS, PrefillConfig
@@ -90,7 +90,7 @@ def prefill(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if json is not None:
-        _write_json(_as_json(workload, results, rule, backlog_pct), json)
+        write_json(_as_json(workload, results, rule, backlog_pct), json)
     console.print(_table(workload, results, ranks))
     console.print(f"step balance while every rank has work: {backlog_pct:.1f} %")
 
@@ -153,14 +153,3 @@ def _as_json(
             for result in results
         ],
     }
-
-
-def _write_json(values: dict[str, Any], path: Path) -> None:
-    text = json_module.dumps(values, indent=2, allow_nan=False)
-    if str(path) == "-":
-        typer.echo(text)
-        return
-    try:
-        path.write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

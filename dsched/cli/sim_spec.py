@@ -1,6 +1,5 @@
 """`dsched sim spec`: compare verify lengths of speculative decoding, simulated."""
 
-import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dsched.cli.output import write_json
 from dsched.costs import StepCostCurve
 from dsched.errors import ConfigError
 from dsched.sim.spec import (
@@ -85,7 +85,7 @@ def spec(
             )
         ]
     if json is not None:
-        _write_json(_as_json(results, cost, mixes, draft_length, ranks), json)
+        write_json(_as_json(results, cost, mixes, draft_length, ranks), json)
     if plot is not None:
         from dsched.sim.spec_plot import plot_spec
 
@@ -151,14 +151,3 @@ def _as_json(
             for result in results
         ],
     }
-
-
-def _write_json(values: dict[str, Any], path: Path) -> None:
-    text = json_module.dumps(values, indent=2, allow_nan=False)
-    if str(path) == "-":
-        typer.echo(text)
-        return
-    try:
-        path.write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
