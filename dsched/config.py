@@ -232,6 +232,16 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     errors. Above: clients give up first, and their work is done for nobody."""
 
 
+class SchedulerConfig(Section, frozen=True, kw_only=True):
+    """What dsched decides inside engines, every step."""
+
+    step_budget_ms: Annotated[float, Meta(gt=0, le=600_000)] | None = None
+    """Time that one step should take, in milliseconds; chunks of prompts are cut to it. Engines
+    that dsched launches start with it; others need `DSCHED_STEP_BUDGET_MS` at their start and get
+    this value when they greet. Default: the engine's own rule. Below: prompts wait many steps.
+    Above: running answers stutter while a prompt is computed."""
+
+
 class FaultsConfig(Section, frozen=True, kw_only=True):
     """When an engine counts as lost, and how long its requests may wait for another."""
 
@@ -350,6 +360,7 @@ class Config(Section, frozen=True, kw_only=True):
     launch: LaunchConfig = LaunchConfig()
     sim: SimConfig = SimConfig()
     routing: RoutingConfig = RoutingConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
     faults: FaultsConfig = FaultsConfig()
     agent: AgentConfig = AgentConfig()
     journal: JournalConfig = JournalConfig()

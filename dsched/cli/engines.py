@@ -131,6 +131,7 @@ class FleetBuilder:
     def _add_vllm(self, engine_id: EngineId, engine: EngineConfig, *, model: str) -> None:
         if engine.url is None:
             raise ConfigError(f"engine {engine_id}: a vllm engine needs a url")
+        budget_ms = self._config.scheduler.step_budget_ms
         driver = VllmDriver(
             engine_id=engine_id,
             url=engine.url,
@@ -141,6 +142,7 @@ class FleetBuilder:
                 max_running_requests=engine.max_running_requests,
             ),
             reports=self._reports,
+            step_budget_ns=None if budget_ms is None else int(budget_ms * 1e6),
         )
         self.fleet.drivers[engine_id] = driver
         self.fleet.urls[engine_id] = driver.url
@@ -181,6 +183,7 @@ class FleetBuilder:
                 served_model_name=name,
                 extra_args=launch.args,
                 python=launch.python,
+                step_budget_ms=self._config.scheduler.step_budget_ms,
             )
             self.fleet.local_engines.append(local)
             local.watch(_log_death)

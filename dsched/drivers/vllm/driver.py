@@ -30,9 +30,9 @@ from dsched.drivers.reports import ReportReader
 from dsched.drivers.url import normalize_engine_url
 from dsched.drivers.vllm.protocol import StreamReader, encode_request, translate_refusal
 from dsched.drivers.vllm.watch import EngineHints, EngineWatch
-from dsched.drivers.wire import AgentGoodbye, AgentHello, GenerateCommand, RankReport
+from dsched.drivers.wire import AgentGoodbye, AgentHello, GenerateCommand, RankReport, SetStepBudget
 from dsched.errors import DriverError, EngineUnreachableError
-from dsched.ids import AttemptId, EngineId
+from dsched.ids import AttemptId, DpRank, EngineId, RankId
 from dsched.states import Evidence
 
 MAX_REFUSAL_BYTES: Final = 65_536
@@ -54,6 +54,7 @@ class VllmDriver:
         model: str | None = None,
         hints: EngineHints | None = None,
         reports: ReportReader | None = None,
+        step_budget_ns: int | None = None,
     ) -> None:
         """Connect to nothing yet.
 
@@ -68,6 +69,8 @@ class VllmDriver:
         self._model = model
         self._hints = hints or EngineHints()
         self._reports = reports
+        self._step_budget_ns = step_budget_ns
+        """Sent to each agent that greets; `None` leaves what its engine was started with."""
         self._pool = HttpPool(self._url)
         self._attempts: dict[AttemptId, _Attempt] = {}
         self._hellos: dict[int, AgentHello] = {}
@@ -181,9 +184,15 @@ class VllmDriver:
             )
             if self._watch is not None and not is_restart:
                 self._watch.note_hello(is_restart=False)
+            self._set_step_budget(RankId(self._engine_id, DpRank(hello.dp_rank)))
         elif known.missing != hello.missing:
             lost = [name for name in hello.missing if name not in known.missing]
             log.warning("feature.lost", engine_id=self._engine_id, features=lost)
+
+    def _set_step_budget(self, rank_id: RankId) -> None:
+        if self._reports is not None and self._step_budget_ns is not None:
+            command = SetStepBudget(epoch=0, step_budget_ns=self._step_budget_ns)
+            self._reports.send(rank_id, command)
 
     def on_report(self, report: RankReport) -> None:
         description = self._description

@@ -128,12 +128,14 @@ async def launch_vllm_engine(
     extra_args: Sequence[str] = (),
     python: Path | str | None = None,
     device: str = "cpu",
+    step_budget_ms: float | None = None,
 ) -> LocalEngine:
     """Start `vllm serve` on 127.0.0.1 and return while it loads; a driver sees when it is up.
 
     `port` 0 chooses a free one. `extra_args` come last and so win over what dsched passes. With
     `agent_endpoint` `None` the server runs vLLM's own scheduler and reports nothing. On `cpu` the
-    engine gets one thread and one GiB of KV cache, unless the environment says otherwise.
+    engine gets one thread and one GiB of KV cache, unless the environment says otherwise. With
+    `step_budget_ms` dsched cuts the engine's prompt chunks to that time.
 
     Raises:
         ConfigError: no Python with vLLM, or no such model folder.
@@ -154,7 +156,9 @@ async def launch_vllm_engine(
         *(scheduler_args(device) if agent_endpoint is not None else ()),
         *extra_args,
     ]
-    variables = engine_environment(agent_endpoint, engine_id=engine_id, device=device)
+    variables = dict(engine_environment(agent_endpoint, engine_id=engine_id, device=device))
+    if step_budget_ms is not None:
+        variables["DSCHED_STEP_BUDGET_MS"] = str(step_budget_ms)
     try:
         with log_path.open("wb") as log_file:
             process = await asyncio.create_subprocess_exec(
