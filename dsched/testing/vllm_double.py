@@ -346,6 +346,8 @@ class VllmDouble:
             self._running.remove(run)
 
     def _report(self, *, step_ns: int, num_step_tokens: int) -> None:
+        if self._is_frozen.is_set():
+            return  # a stopped process says nothing, whatever happens to its sockets
         if self._agent is None:
             return
         runs = [*self._running, *self._waiting]
