@@ -221,23 +221,26 @@ async def test_a_stopping_dsched_ends_streams_with_one_error(two_engines: Cluste
 
 @pytest.mark.slow
 async def test_four_dsched_processes_share_idle_engines(cluster: Cluster) -> None:
-    """Routers that see the same idle ranks choose different ones (RT-03): here one each."""
+    """Each sends four at once, without a report of anybody: four an engine, give or take (RT-03)."""
     for _ in range(4):
         await cluster.add_double(has_agent=False, step_s=0.01)
-    for _ in range(4):
-        await cluster.start_service(agent={"endpoint": "tcp://127.0.0.1:*"})
-    for index, service in enumerate(cluster.services):
+    for index in range(4):
+        await cluster.start_service(
+            agent={"endpoint": "tcp://127.0.0.1:*"}, routing={"router_index": index}
+        )
+    for service in cluster.services:
         await cluster.wait_until_up(service=service)
-        # The offset comes from the process's random tag; here each is given its own.
-        service.controller._routers["p"]._tie_offset = index
 
     async def ask(url: str) -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
             await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4)
 
-    await asyncio.gather(*(ask(service.front_door_url) for service in cluster.services))
+    urls = [service.front_door_url for service in cluster.services for _ in range(4)]
+    await asyncio.gather(*(ask(url) for url in urls))
 
-    assert [len(double.bodies) for double in cluster.doubles] == [1, 1, 1, 1]
+    counts = [len(double.bodies) for double in cluster.doubles]
+    assert sum(counts) == 16
+    assert all(3 <= count <= 5 for count in counts), counts
 
 
 POLICY = """
