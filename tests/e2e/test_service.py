@@ -221,7 +221,7 @@ async def test_a_stopping_dsched_ends_streams_with_one_error(two_engines: Cluste
 
 @pytest.mark.slow
 async def test_four_dsched_processes_share_idle_engines(cluster: Cluster) -> None:
-    """Each sends four at once, without a report of anybody: four an engine, give or take (RT-03)."""
+    """Each sends four at once, before anybody reports: four an engine, give or take (RT-03)."""
     for _ in range(4):
         await cluster.add_double(has_agent=False, step_s=0.01)
     for index in range(4):
