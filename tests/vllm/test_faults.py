@@ -198,7 +198,9 @@ async def expected_answers(running: Running) -> dict[str, str]:
     """Prompts and the engines' own undisturbed greedy answers, sure ones only."""
     url = next(iter(running.engines.values()))[0]
     found: dict[str, str] = {}
-    async with aiohttp.ClientSession() as session:
+    # A connection each: vLLM closes idle ones after 5 s, about as long as a batch takes.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as session:
         for start in range(0, 1_000, 8):
             prompts = [
                 " ".join(
