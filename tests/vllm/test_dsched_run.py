@@ -49,6 +49,11 @@ class Running:
     state_dir: Path
 
 
+def fresh_connections() -> aiohttp.TCPConnector:
+    """A connection for each request: vLLM closes idle ones after 5 s, amid a reuse."""
+    return aiohttp.TCPConnector(force_close=True, limit=0)
+
+
 @pytest.fixture(scope="module")
 def dsched_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """`dsched run` as an operator starts it, up with both engines; everything ends with it."""
@@ -235,7 +240,7 @@ async def test_chat_is_rendered_as_the_engine_renders_it(dsched_run: Running) ->
         "max_tokens": 24,
         "temperature": 0,
     }
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(connector=fresh_connections()) as session:
         answers = []
         for base in (url, dsched_run.url):
             async with session.post(f"{base}/v1/chat/completions", json=body) as answer:
@@ -250,7 +255,7 @@ async def test_chat_is_rendered_as_the_engine_renders_it(dsched_run: Running) ->
 async def test_client_that_leaves_frees_the_engine(dsched_run: Running) -> None:
     """The disconnect reaches the engine: soon nothing runs any more, as its agent reports."""
     body = {"model": "tiny", "prompt": "a", "max_tokens": 900, "stream": True, "ignore_eos": True}
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(connector=fresh_connections()) as session:
         answer = await session.post(f"{dsched_run.url}/v1/completions", json=body)
         assert answer.status == 200
         await answer.content.readline()
