@@ -23,7 +23,6 @@ import ctypes
 import importlib
 import inspect
 import math
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -663,11 +662,3 @@ class RoutingPolicies:
         if not names:
             return None
         return min(range(len(offered)), key=lambda index: (totals[index], index)), "+".join(names)
-
-
-def forget_modules(references: Sequence[str]) -> None:
-    """Let the next `load_policy` read these `module:Class` modules anew, for a reload."""
-    for reference in references:
-        module_name = reference.partition(":")[0]
-        if ":" in reference:
-            sys.modules.pop(module_name, None)

@@ -9,13 +9,13 @@ import typer
 from dsched.errors import ConfigError
 
 
-def write_json(values: dict[str, Any], path: Path) -> None:
+def write_json(values: dict[str, Any], path: Path, *, sort_keys: bool = False) -> None:
     """Write `values` to `path`, or to standard output for `-`; never NaN, which is no JSON.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    text = json.dumps(values, indent=2, allow_nan=False)
+    text = json.dumps(values, indent=2, allow_nan=False, sort_keys=sort_keys)
     if str(path) == "-":
         typer.echo(text)
         return

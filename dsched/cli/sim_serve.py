@@ -1,6 +1,5 @@
 """`dsched sim serve`: replay a request trace through the controller over simulated engines."""
 
-import json as json_module
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from dsched.cli.output import write_json
 from dsched.config import LoggingConfig
 from dsched.errors import ConfigError
 from dsched.logs import configure_logging
@@ -153,7 +153,7 @@ def serve(
         raise ConfigError(str(error)) from error
 
     if json is not None:
-        _write_json(report, json)
+        write_json(report.as_json(), json, sort_keys=True)
     if plot is not None:
         plot_replay(report, plot)
     console.print(make_table(report))
@@ -249,17 +249,6 @@ def _check_folder(path: Path | None) -> None:
     """Complain before minutes of work, not after."""
     if path is not None and not path.parent.is_dir():
         raise ConfigError(f"{path}: cannot be written: the folder {path.parent} does not exist")
-
-
-def _write_json(report: ReplayReport, path: Path) -> None:
-    text = json_module.dumps(report.as_json(), sort_keys=True, indent=2, allow_nan=False)
-    if str(path) == "-":
-        typer.echo(text)
-        return
-    try:
-        path.write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def _dropped(rows: RowCounts) -> str:
