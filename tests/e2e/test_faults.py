@@ -324,8 +324,8 @@ def test_a_repeated_request_goes_on_after_dsched_was_killed(
     second = start(tmp_path)
     last = event_id if has_event_ids else None
     tail, _, is_whole = stream_events(second, "again", last_event_id=last, max_events=None)
-    resumed = [e for e in second.log_events() if e["event"] == "request.resumed"]
     assert stop(second) == 0
+    resumed = [e for e in second.log_events() if e["event"] == "request.resumed"]
 
     assert is_whole
     assert (head + tail if has_event_ids else tail) == whole

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,20 @@ class RunningDsched:
     log_path: Path
 
     def log_events(self) -> list[dict[str, object]]:
-        return [json.loads(line) for line in self.log_path.read_text().splitlines()]
+        """The whole lines written so far; the last may still be half written."""
+        text = self.log_path.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def wait_for_event(self, timeout_s: float = 10.0, **fields: object) -> dict[str, object]:
+        """The first log event with these fields; a line may follow its answer by a moment."""
+        until = time.monotonic() + timeout_s
+        while True:
+            for event in self.log_events():
+                if fields.items() <= event.items():
+                    return event
+            if time.monotonic() > until:
+                raise AssertionError(f"no log event with {fields} within {timeout_s} s")
+            time.sleep(0.02)
 
 
 def dsched(*args: str) -> list[str]:
@@ -174,8 +188,8 @@ def test_the_log_names_requests_and_holds_no_prompt(running: RunningDsched) -> N
             extra_headers={"x-request-id": "my-request-7"},
         )
 
-    finished = [e for e in running.log_events() if e["event"] == "request.finished"]
-    assert any(e["request_id"] == "my-request-7" for e in finished)
+    finished = running.wait_for_event(event="request.finished", request_id="my-request-7")
+    assert finished["output_tokens"] == 2
     assert "xylophone" not in running.log_path.read_text()
 
 
