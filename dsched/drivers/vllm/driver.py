@@ -1,49 +1,55 @@
-"""One vLLM server, as dsched sees it: tokens in, tokens out, load reports, life and death.
+"""vLLM behind HTTP: what `HttpDriver` needs to know to speak with it.
 
-In: `generate` and `abort` from the controller. Out: tokens and exactly one end for each attempt at
-its sink; up, down and reports at the listener. It decides nothing, retries nothing and keeps no
-token. Everything happens on the event loop that `start` was called on; nothing blocks.
-
-An attempt is one streamed HTTP request. Closing its connection is how vLLM is told to abort, and it
-frees what the attempt held. The attempt id is vLLM's request id, so both logs name it alike (vLLM
-puts `cmpl-` before it).
-
-When the watch finds the engine down, every open attempt fails at once, without waiting for its
-socket: the listener hears of the engine first, so that no attempt is sent there again.
+Closing its connection is how vLLM is told to abort an attempt, and it frees what the attempt held.
+The attempt id is vLLM's request id, so both logs name it alike (vLLM puts `cmpl-` before it).
 """
 
-import asyncio
-from collections.abc import Mapping
 from typing import Final
 
-import structlog
-
-from dsched.drivers.base import (
-    AttemptFinish,
-    AttemptSink,
-    EngineDescription,
-    EngineListener,
-    FinishReason,
-)
-from dsched.drivers.http import HttpExchange, HttpPool, SseSplitter
+from dsched.drivers.base import EngineDescription
+from dsched.drivers.http_driver import JSON_HEADERS, EngineRequest, HttpDriver
 from dsched.drivers.reports import ReportReader
-from dsched.drivers.url import normalize_engine_url
 from dsched.drivers.vllm.protocol import StreamReader, encode_request, translate_refusal
-from dsched.drivers.vllm.watch import EngineHints, EngineWatch
-from dsched.drivers.wire import AgentGoodbye, AgentHello, GenerateCommand, RankReport, SetStepBudget
-from dsched.errors import DriverError, EngineUnreachableError
-from dsched.ids import AttemptId, DpRank, EngineId, RankId
-from dsched.states import Evidence
+from dsched.drivers.vllm.watch import VllmInspector
+from dsched.drivers.watch import EngineHints
+from dsched.drivers.wire import GenerateCommand
+from dsched.errors import DriverError
+from dsched.ids import AttemptId, EngineId
 
-MAX_REFUSAL_BYTES: Final = 65_536
-"""Of an error answer that are read; the rest says nothing new."""
 COMPLETIONS_PATH: Final = "/v1/completions"
-JSON_HEADERS: Final = ((b"content-type", b"application/json"),)
-
-log = structlog.get_logger("dsched.drivers.vllm")
 
 
-class VllmDriver:
+class VllmDialect:
+    """Implements `Dialect` for vLLM."""
+
+    def __init__(self, *, model: str | None) -> None:
+        self._model = model
+
+    def generate(
+        self, command: GenerateCommand, description: EngineDescription | None
+    ) -> EngineRequest:
+        """See `Dialect.generate`. A single rank needs no header, and a server with one refuses
+        other ranks."""
+        model = self._model if description is None else description.model
+        headers = [*JSON_HEADERS]
+        if description is not None and description.num_dp_ranks > 1:
+            headers.append((b"x-data-parallel-rank", b"%d" % command.dp_rank))
+        body = encode_request(command, model=model)
+        return EngineRequest(path=COMPLETIONS_PATH, body=body, headers=headers)
+
+    def abort(self, attempt_id: AttemptId) -> None:
+        """The closed connection says it all."""
+
+    def reader(self, command: GenerateCommand) -> StreamReader:
+        """See `Dialect.reader`."""
+        return StreamReader(has_logprobs=command.sampling.logprobs is not None)
+
+    def translate_refusal(self, status: int, body: bytes) -> DriverError:
+        """See `Dialect.translate_refusal`."""
+        return translate_refusal(status, body)
+
+
+class VllmDriver(HttpDriver):
     """Implements `Driver` for a vLLM server at a URL."""
 
     def __init__(
@@ -56,306 +62,14 @@ class VllmDriver:
         reports: ReportReader | None = None,
         step_budget_ns: int | None = None,
     ) -> None:
-        """Connect to nothing yet.
-
-        `model` is the name that the server calls its model by; by default the first one it lists.
-        Without `reports`, or for a server without dsched's scheduler, there are no load reports.
-
-        Raises:
-            ConfigError: `url` is not the address of an HTTP server.
-        """
-        self._engine_id = engine_id
-        self._url = normalize_engine_url(url)
-        self._model = model
-        self._hints = hints or EngineHints()
-        self._reports = reports
-        self._step_budget_ns = step_budget_ns
-        """Sent to each agent that greets; `None` leaves what its engine was started with."""
-        self._pool = HttpPool(self._url)
-        self._attempts: dict[AttemptId, _Attempt] = {}
-        self._hellos: dict[int, AgentHello] = {}
-        self._description: EngineDescription | None = None
-        self._listener: EngineListener | None = None
-        self._watch: EngineWatch | None = None
-        self._watch_task: asyncio.Task[None] | None = None
-        self._is_closed = False
-
-    @property
-    def engine_id(self) -> EngineId:
-        return self._engine_id
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def num_open_attempts(self) -> int:
-        return len(self._attempts)
-
-    @property
-    def lost_features(self) -> tuple[str, ...]:
-        """Features that an agent of this engine could not attach or had to switch off."""
-        names = {name: None for hello in self._hellos.values() for name in hello.missing}
-        return tuple(sorted(names))
-
-    # Driver: what the controller asks.
-
-    def start(self, listener: EngineListener) -> None:
-        """Begin to watch the engine; see `Driver.start`."""
-        if self._watch is not None or self._is_closed:
-            return
-        self._listener = listener
-        if self._reports is not None:
-            self._reports.subscribe(self._engine_id, self)
-        self._watch = EngineWatch(
-            engine_id=self._engine_id,
-            url=self._url,
-            model=self._model,
-            hints=self._hints,
-            expects_agents=self._reports is not None,
-            host=self,
+        """Connect to nothing yet; see `HttpDriver`."""
+        super().__init__(
+            engine_id=engine_id,
+            url=url,
+            dialect=VllmDialect(model=model),
+            inspector=VllmInspector(),
+            model=model,
+            hints=hints,
+            reports=reports,
+            step_budget_ns=step_budget_ns,
         )
-        self._watch_task = asyncio.get_running_loop().create_task(self._watch.run())
-        self._watch_task.add_done_callback(self._watch_ended)
-
-    def generate(self, command: GenerateCommand, sink: AttemptSink) -> None:
-        """Start an attempt; see `Driver.generate`."""
-        attempt_id = AttemptId(command.attempt_id)
-        if attempt_id in self._attempts:
-            raise ValueError(f"attempt {attempt_id} was started before")
-        if self._is_closed:
-            error = EngineUnreachableError(f"the driver of {self._engine_id} is closed")
-            sink.on_failure(attempt_id, error)
-            return
-        attempt = _Attempt(
-            self, attempt_id, sink, has_logprobs=command.sampling.logprobs is not None
-        )
-        self._attempts[attempt_id] = attempt
-        model = self._description.model if self._description is not None else self._model
-        headers = [*JSON_HEADERS]
-        if self._description is not None and self._description.num_dp_ranks > 1:
-            headers.append((b"x-data-parallel-rank", b"%d" % command.dp_rank))
-        attempt.exchange = self._pool.request(
-            "POST",
-            COMPLETIONS_PATH,
-            headers=headers,
-            body=encode_request(command, model=model),
-            receiver=attempt,
-        )
-
-    def abort(self, attempt_id: AttemptId) -> None:
-        """Stop an attempt; see `Driver.abort`. Its sink hears `ABORT` after this call."""
-        attempt = self._attempts.get(attempt_id)
-        if attempt is not None:
-            attempt.abort()
-
-    def close(self) -> None:
-        """Abort what runs and stop watching; every sink hears its end during this call, and nobody
-        hears anything after it. The server lives on. See `Driver.close`."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._watch_task is not None:
-            self._watch_task.cancel()
-        if self._reports is not None and self._listener is not None:
-            self._reports.unsubscribe(self._engine_id)
-        self._listener = None
-        for attempt in list(self._attempts.values()):
-            attempt.end(AttemptFinish(reason=FinishReason.ABORT))
-        # Closes the sockets of what ran, which tells the engine.
-        self._pool.close()
-
-    # ReportSubscriber: what the agents say.
-
-    def on_hello(self, hello: AgentHello) -> None:
-        known = self._hellos.get(hello.dp_rank)
-        is_restart = known is not None and known.incarnation != hello.incarnation
-        if is_restart and self._watch is not None:
-            self._watch.note_hello(is_restart=True)
-        self._hellos[hello.dp_rank] = hello
-        if known is None or known.incarnation != hello.incarnation:
-            log.info(
-                "agent.greeted",
-                engine_id=self._engine_id,
-                dp_rank=hello.dp_rank,
-                incarnation=hello.incarnation,
-                engine_version=hello.engine_version,
-                missing=hello.missing,
-            )
-            if self._watch is not None and not is_restart:
-                self._watch.note_hello(is_restart=False)
-            self._set_step_budget(RankId(self._engine_id, DpRank(hello.dp_rank)))
-        elif known.missing != hello.missing:
-            lost = [name for name in hello.missing if name not in known.missing]
-            log.warning("feature.lost", engine_id=self._engine_id, features=lost)
-
-    def _set_step_budget(self, rank_id: RankId) -> None:
-        if self._reports is not None and self._step_budget_ns is not None:
-            command = SetStepBudget(epoch=0, step_budget_ns=self._step_budget_ns)
-            self._reports.send(rank_id, command)
-
-    def on_report(self, report: RankReport) -> None:
-        description = self._description
-        if (
-            description is not None
-            and self._listener is not None
-            and report.dp_rank < description.num_dp_ranks
-        ):
-            self._listener.on_report(report)
-
-    def on_goodbye(self, goodbye: AgentGoodbye) -> None:
-        self._hellos.pop(goodbye.dp_rank, None)
-        if self._watch is not None:
-            self._watch.note_goodbye()
-
-    # WatchHost: what the watch finds.
-
-    def hellos(self) -> Mapping[int, AgentHello]:
-        return self._hellos
-
-    def on_up(self, description: EngineDescription) -> None:
-        self._description = description
-        if self._listener is not None:
-            self._listener.on_engine_up(description)
-
-    def on_down(self, reason: str, evidence: Evidence = Evidence.SOCKET) -> None:
-        self._description = None
-        # What they said was about the engine that is gone; a live agent greets again in a second.
-        self._hellos.clear()
-        if self._listener is not None:
-            self._listener.on_engine_down(self._engine_id, reason, evidence)
-        error = EngineUnreachableError(f"engine {self._engine_id} is down: {reason}")
-        for attempt in list(self._attempts.values()):
-            attempt.fail(error)
-
-    # Helpers.
-
-    def _release(self, attempt: "_Attempt") -> None:
-        self._attempts.pop(attempt.attempt_id, None)
-
-    def _suspect(self) -> None:
-        """A stream broke: look at the engine now."""
-        if self._watch is not None:
-            self._watch.wake()
-
-    def _watch_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("watch.failed", engine_id=self._engine_id, reason=repr(error))
-            self.on_down(f"its watch failed: {error!r}")
-
-
-class _Attempt:
-    """One attempt and its HTTP exchange: from bytes to tokens and one end."""
-
-    __slots__ = (
-        "_driver",
-        "_has_logprobs",
-        "_is_aborted",
-        "_is_ended",
-        "_reader",
-        "_refusal",
-        "_sink",
-        "_splitter",
-        "_status",
-        "attempt_id",
-        "exchange",
-    )
-
-    def __init__(
-        self, driver: VllmDriver, attempt_id: AttemptId, sink: AttemptSink, *, has_logprobs: bool
-    ) -> None:
-        self.attempt_id = attempt_id
-        self.exchange: HttpExchange | None = None
-        self._driver = driver
-        self._sink = sink
-        self._has_logprobs = has_logprobs
-        self._reader = StreamReader(has_logprobs=has_logprobs)
-        self._splitter = SseSplitter()
-        self._status = 0
-        self._refusal = bytearray()
-        self._is_aborted = False
-        self._is_ended = False
-
-    def abort(self) -> None:
-        """Close the connection now; the sink hears of it from the event loop. Idempotent."""
-        self._is_aborted = True
-        self._close_exchange()
-        finish = AttemptFinish(reason=FinishReason.ABORT)
-        asyncio.get_running_loop().call_soon(self.end, finish)
-
-    def end(self, finish: AttemptFinish) -> None:
-        """End well, unless it has ended."""
-        if not self._is_ended:
-            self._is_ended = True
-            self._driver._release(self)
-            self._sink.on_finish(self.attempt_id, finish)
-
-    def fail(self, error: DriverError) -> None:
-        """End badly, unless it has ended."""
-        if not self._is_ended:
-            self._is_ended = True
-            self._driver._release(self)
-            self._close_exchange()
-            self._sink.on_failure(self.attempt_id, error)
-
-    def _close_exchange(self) -> None:
-        if self.exchange is not None:
-            self.exchange.abort()
-
-    # HttpReceiver.
-
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:  # noqa: ARG002
-        self._status = status
-
-    def on_body(self, data: bytes) -> None:
-        if self._is_ended:
-            return
-        if self._status != 200:
-            self._refusal += data[: MAX_REFUSAL_BYTES - len(self._refusal)]
-            return
-        reader = self._reader
-        error: DriverError | None = None
-        try:
-            reader.feed(self._splitter.feed(data))
-        except DriverError as raised:
-            error = raised
-        # Tokens that were read before the fault are the client's.
-        if reader.token_ids:
-            token_ids, logprobs = reader.token_ids, reader.logprobs
-            reader.clear()
-            self._sink.on_tokens(
-                self.attempt_id, token_ids, logprobs if self._has_logprobs else None
-            )
-        if self._is_aborted:
-            return
-        if error is not None:
-            self._driver._suspect()
-            self.fail(error)
-        elif reader.is_done:
-            self._end()
-
-    def on_end(self) -> None:
-        if self._status != 200:
-            self.fail(translate_refusal(self._status, bytes(self._refusal)))
-        else:
-            self._end()
-
-    def on_error(self, error: DriverError) -> None:
-        self._driver._suspect()
-        if self._reader.end is not None:
-            self._end()
-        else:
-            self.fail(error)
-
-    def _end(self) -> None:
-        """The stream is over: well if the engine said why, badly if it just stopped."""
-        end = self._reader.end
-        if end is None:
-            self.fail(EngineUnreachableError("the stream ended before the answer did"))
-            return
-        finish = AttemptFinish(
-            reason=end.reason,
-            stop_token_id=end.stop_token_id,
-            num_cached_tokens=self._reader.num_cached_tokens,
-        )
-        self.end(finish)

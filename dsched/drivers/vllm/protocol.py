@@ -12,12 +12,12 @@ What differs from vLLM's own words:
 - vLLM reports the chosen token among the alternatives; here they are the best ones, best first.
 """
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from dsched.drivers.base import FinishReason
+from dsched.drivers.stream import AnswerReader, StreamEnd
 from dsched.drivers.wire import GenerateCommand, SamplingParams, TokenLogprob
 from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableError
 
@@ -25,7 +25,6 @@ TOKEN_ID_PREFIX: Final = "token_id:"
 """How vLLM writes a token in logprobs under `return_tokens_as_token_ids`."""
 MIN_LOGPROB: Final = -9999.0
 """vLLM's stand-in for minus infinity."""
-DONE: Final = b"[DONE]"
 ENGINE_DEAD_MARK: Final = "EngineCore encountered an issue"
 """How every answer of an API server begins whose engine core has died; see vLLM's
 `EngineDeadError`. A fault of one request reads otherwise."""
@@ -143,58 +142,22 @@ _event_decoder = msgspec.json.Decoder(_Event)
 _error_decoder = msgspec.json.Decoder(_ErrorBody)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamEnd:
-    """How the engine ended a stream."""
+class StreamReader(AnswerReader):
+    """Reads the events of one stream of vLLM's."""
 
-    reason: FinishReason
-    stop_token_id: int | None = None
+    __slots__ = ()
 
-
-class StreamReader:
-    """Reads the events of one stream, in order.
-
-    `feed` collects; the caller takes `token_ids` and `logprobs` after each read and clears them
-    with `clear`, so that tokens that arrived together are handed on together.
-    """
-
-    __slots__ = ("_has_logprobs", "end", "is_done", "logprobs", "num_cached_tokens", "token_ids")
-
-    def __init__(self, *, has_logprobs: bool) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.end: StreamEnd | None = None
-        """Set once the engine has said why the answer ended."""
-        self.num_cached_tokens = 0
-        self.is_done = False
-        """The stream is complete: nothing follows."""
-        self._has_logprobs = has_logprobs
-
-    def clear(self) -> None:
-        """Forget the tokens that were handed on."""
-        self.token_ids = []
-        self.logprobs = []
-
-    def feed(self, events: list[bytes]) -> None:
-        """Read events as they lie in the stream.
-
-        Raises:
-            DriverError: an event that cannot be read, or one that tells of an error in the engine.
-        """
-        for data in events:
-            if data == DONE:
-                self.is_done = True
-                continue
-            try:
-                event = _event_decoder.decode(data)
-            except msgspec.MsgspecError as error:
-                raise DriverError(f"an event that is not vLLM's: {error}") from error
-            if event.error is not None:
-                raise translate_error(event.error)
-            if event.choices:
-                self._read_choice(event.choices[0])
-            if event.usage is not None and event.usage.prompt_tokens_details is not None:
-                self.num_cached_tokens = event.usage.prompt_tokens_details.cached_tokens or 0
+    def _read_event(self, data: bytes) -> None:
+        try:
+            event = _event_decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise DriverError(f"an event that is not vLLM's: {error}") from error
+        if event.error is not None:
+            raise translate_error(event.error)
+        if event.choices:
+            self._read_choice(event.choices[0])
+        if event.usage is not None and event.usage.prompt_tokens_details is not None:
+            self.num_cached_tokens = event.usage.prompt_tokens_details.cached_tokens or 0
 
     def _read_choice(self, choice: _Choice) -> None:
         if choice.token_ids is None:

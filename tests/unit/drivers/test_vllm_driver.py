@@ -9,18 +9,14 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
+from dsched.drivers import watch as watch_module
 from dsched.drivers.base import FinishReason
 from dsched.drivers.reports import ReportReader
 from dsched.drivers.url import normalize_engine_url
 from dsched.drivers.vllm import VllmDriver
-from dsched.drivers.vllm import watch as watch_module
 from dsched.drivers.vllm.launcher import free_port
-from dsched.drivers.vllm.watch import (
-    EngineHints,
-    describe_with_agents,
-    has_all_hellos,
-    read_metrics,
-)
+from dsched.drivers.vllm.watch import CAPABILITIES, read_metrics
+from dsched.drivers.watch import EngineFacts, EngineHints, ModelCard, describe, has_all_hellos
 from dsched.drivers.wire import AgentHello, GenerateCommand, SamplingParams
 from dsched.errors import ConfigError, DriverError, EngineRefusedError, EngineUnreachableError
 from dsched.ids import AttemptIds, EngineId
@@ -508,7 +504,14 @@ def test_engine_is_described_once_all_ranks_have_spoken() -> None:
     assert not has_all_hellos(hellos)
 
     hellos[0] = hello(0, 2, kv_capacity_tokens=100)
-    description = describe_with_agents(ENGINE, "tiny", hellos)
+    description = describe(
+        ENGINE,
+        kind="vllm",
+        card=ModelCard(id="tiny"),
+        facts=EngineFacts(capabilities=CAPABILITIES),
+        hints=EngineHints(kv_capacity_tokens=7),
+        hellos=hellos,
+    )
 
     assert has_all_hellos(hellos)
     assert description.num_dp_ranks == 2
