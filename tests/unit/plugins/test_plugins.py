@@ -96,6 +96,11 @@ class ReprRaises:
         raise RuntimeError("no text")
 
 
+class TextlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 def endless() -> None:
     while True:
         pass
@@ -111,20 +116,23 @@ def hoard() -> None:
     ("answer", "reason"),
     [
         (ValueError("broken"), FailureReason.RAISED),
+        (TextlessError(), FailureReason.RAISED),
         (KeyboardInterrupt, FailureReason.RAISED),
         (3, FailureReason.WRONG_ANSWER),
         (-1, FailureReason.WRONG_ANSWER),
         (True, FailureReason.WRONG_ANSWER),
         (float("nan"), FailureReason.WRONG_ANSWER),
         ("0", FailureReason.WRONG_ANSWER),
+        (np.array([1, 2]), FailureReason.WRONG_ANSWER),
         (ReprRaises(), FailureReason.WRONG_ANSWER),
         (lambda: time.sleep(0.2), FailureReason.TIMEOUT),
         (endless, FailureReason.TIMEOUT),
         (hoard, FailureReason.TIMEOUT),
+        (lambda: sum(range(30_000_000)) and 1, FailureReason.TIMEOUT),
     ],
     ids=[
-        *("raises", "interrupts", "beyond", "negative", "bool", "nan", "text", "no repr"),
-        *("sleeps", "loops", "hoards"),
+        *("raises", "no text", "interrupts", "beyond", "negative", "bool", "nan", "text"),
+        *("array", "no repr", "sleeps", "loops", "hoards", "keeps the lock"),
     ],
 )
 def test_a_bad_policy_costs_one_preference(answer: object, reason: FailureReason) -> None:

@@ -1,0 +1,89 @@
+"""All policies of one dsched process, as the controller asks them.
+
+Each question has a default for where no policy of its kind is configured, and for where one fails.
+A set is made once, at the start or at a reload, and replaced as a whole between two ticks.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from dsched.plugins.answers import check_admission, check_position, check_priority
+from dsched.plugins.contract import (
+    AdmissionAnswer,
+    AdmissionView,
+    RankCandidate,
+    RequestView,
+)
+from dsched.plugins.guard import AnyGuard
+from dsched.plugins.routing import RoutingPolicies
+
+
+class PolicySet:
+    """The operator's policies; what is `None` asks nobody."""
+
+    def __init__(
+        self,
+        *,
+        routing: RoutingPolicies | None = None,
+        admission: AnyGuard | None = None,
+        priority: AnyGuard | None = None,
+        handoff: AnyGuard | None = None,
+    ) -> None:
+        """One guard may stand in several places: its policy then remembers across them."""
+        self.routing = routing
+        self.admission = admission
+        self.priority = priority
+        self.handoff = handoff
+
+    def guards(self) -> Iterator[AnyGuard]:
+        """Each guard once."""
+        routing = [guard for guard, _ in self.routing.guards] if self.routing else []
+        seen: list[AnyGuard] = []
+        for guard in (*routing, self.admission, self.priority, self.handoff):
+            if guard is not None and not any(guard is each for each in seen):
+                seen.append(guard)
+                yield guard
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The policies' own names, each once, sorted."""
+        return tuple(sorted({guard.name for guard in self.guards()}))
+
+    def is_refused(self, request: RequestView, view: AdmissionView) -> bool:
+        """Whether a request that arrives gets a 429. The default accepts."""
+        guard = self.admission
+        if guard is None:
+            return False
+        answer = guard.call(partial(guard.policy.admit, request, view), check_admission)
+        return answer is AdmissionAnswer.REFUSE
+
+    def priority_of(self, request: RequestView) -> int:
+        """The priority of a request that arrives; larger goes first. The default is 0."""
+        guard = self.priority
+        if guard is None:
+            return 0
+        return guard.call(partial(guard.policy.priority, request), check_priority) or 0
+
+    def choose(
+        self, request: RequestView, candidates: Sequence[RankCandidate], *, is_handoff: bool
+    ) -> tuple[int, str] | None:
+        """Return a position in `candidates` and who chose it; `None` lets the router choose.
+
+        After the loss of an engine the handoff policy is asked first, then routing's.
+        """
+        if is_handoff and self.handoff is not None and candidates:
+            guard = self.handoff
+            position = guard.call(
+                partial(guard.policy.pick_handoff, request, candidates),
+                partial(check_position, num_candidates=len(candidates)),
+            )
+            if position is not None:
+                return position, guard.name
+        if self.routing is None:
+            return None
+        return self.routing.choose(request, candidates)
+
+    def close(self) -> None:
+        """End the guards' threads."""
+        for guard in self.guards():
+            guard.close()
