@@ -196,6 +196,10 @@ class SimConfig(Section, frozen=True, kw_only=True):
     """Time each KV token adds to a step, in nanoseconds."""
     prefill_token_cost_us: Annotated[float, Meta(ge=0, le=60_000_000)] = 30.0
     """Time each computed prompt token adds to a step, in microseconds."""
+    moe_layers: Annotated[int, Meta(ge=0, le=128)] = 16
+    """Layers whose invented expert load is shown in the live picture; 0 shows none."""
+    num_experts: Annotated[int, Meta(ge=2, le=1_024)] = 64
+    """Experts of such a layer. Nothing is planned on them."""
 
 
 class RoutingConfig(Section, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from dsched.frontdoor.renderer import TemplateRenderer
 from dsched.ids import EngineId
 from dsched.sim.driver import SimDriver
 from dsched.sim.engine import SimEngine, SimEngineConfig
+from dsched.sim.expert_load import SimExpertLoad
 from dsched.sim.loop import Timers
 from dsched.sim.tokenizer import CHAT_TEMPLATE, build_sim_model, build_sim_tokenizer
 
@@ -30,6 +31,8 @@ log = structlog.get_logger(__name__)
 
 LAUNCH_POOL = "default"
 """Pool of the engines that dsched starts itself."""
+SIM_TOP_K = 6
+"""Experts that each token of a simulated engine goes to."""
 TINY_MODEL = "tiny"
 """`--model tiny` makes a small random model, to try a real engine without weights."""
 
@@ -150,7 +153,24 @@ class FleetBuilder:
     def _add_sim(self, engine_id: EngineId, model: str, config: SimEngineConfig) -> None:
         sim = self._config.sim
         engine = SimEngine(config, model=build_sim_model(), cost=_sim_cost(sim))
-        self.fleet.drivers[engine_id] = SimDriver(engine_id, engine, self._timers, model_name=model)
+        self.fleet.drivers[engine_id] = SimDriver(
+            engine_id,
+            engine,
+            self._timers,
+            model_name=model,
+            expert_load=self._sim_expert_load(),
+        )
+
+    def _sim_expert_load(self) -> SimExpertLoad | None:
+        sim = self._config.sim
+        if sim.moe_layers == 0:
+            return None
+        return SimExpertLoad(
+            num_layers=sim.moe_layers,
+            num_experts=sim.num_experts,
+            top_k=min(SIM_TOP_K, sim.num_experts),
+            seed=self._config.seed + len(self.fleet.drivers),
+        )
 
     # ---- engines that dsched starts itself
 

@@ -6,6 +6,7 @@ from dsched.controller import Controller, EngineStatus, HandoffGap, RankStatus
 from dsched.controller.spare import UNKNOWN_CAPACITY
 from dsched.drivers.reports import ReportReader
 from dsched.faults import JournalStatus, MembershipView
+from dsched.frontdoor.live_sampler import LiveSampler
 from dsched.frontdoor.stats import FrontDoorStats, LatencyHistogram
 from dsched.metrics import Sample
 from dsched.registry.member import RegistryMember
@@ -154,6 +155,11 @@ def reader_samples(reader: ReportReader) -> Iterator[Sample]:
     yield Sample(name="dsched_agent_commands_dropped_total", value=reader.num_commands_dropped)
     for reason, count in sorted(reader.drops.items()):
         yield Sample(name="dsched_reports_dropped_total", value=count, labels=(f"reader_{reason}",))
+
+
+def live_samples(live: LiveSampler) -> Iterator[Sample]:
+    """What the live picture costs."""
+    yield Sample(name="dsched_live_sample_seconds", value=live.cost_ns / NS_PER_S)
 
 
 def registry_samples(member: RegistryMember, *, now_ns: int) -> Iterator[Sample]:

@@ -17,12 +17,14 @@ import structlog
 from dsched import __version__
 from dsched.cli.engine_admin import EngineAdmin
 from dsched.cli.engines import Fleet, FleetBuilder
+from dsched.cli.live_process import LiveProcess, Observers
 from dsched.cli.metric_sources import (
     FaultStats,
     controller_samples,
     fault_samples,
     front_door_samples,
     journal_samples,
+    live_samples,
     reader_samples,
     registry_samples,
 )
@@ -41,6 +43,7 @@ from dsched.errors import ConfigError
 from dsched.faults import MemoryJournal, SqliteJournal, TokenJournal
 from dsched.faults.progress import ProgressLimits
 from dsched.frontdoor.door import FrontDoor
+from dsched.frontdoor.live_sampler import LiveSampler
 from dsched.ids import AttemptIds, DpRank, EngineId, RankId
 from dsched.metrics import MetricsExporter, Sample
 from dsched.plugins import (
@@ -144,6 +147,7 @@ class Service:
     def _start_controller(self, loop: asyncio.AbstractEventLoop) -> None:
         host = LoopTickHost(loop=loop, clock=self._clock)
         self.faults = FaultStats()
+        self.live = LiveSampler(clock=self._clock, environment=LiveProcess(self))
         try:
             self.controller = Controller(
                 pools=self.fleet.pools,
@@ -153,7 +157,7 @@ class Service:
                 host=host,
                 attempt_ids=AttemptIds(process_tag=self._process_tag),
                 settings=self._settings,
-                observer=self.faults,
+                observer=Observers(self.faults, self.live),
                 policies=self._policies,
             )
         except ValueError as error:  # engines or EP groups that do not go together
@@ -176,11 +180,14 @@ class Service:
             workers=lambda: msgspec.to_builtins(self.workers()),
             config=lambda: msgspec.to_builtins(self.config),
             engines=EngineAdmin(self.controller),
+            live=self.live,
             clock=self._clock,
             process_tag=self._process_tag & 0xFFFF_FFFF,
         )
         await self.front_door.start()
         self._stack.push_async_callback(self.front_door.stop)
+        self.live.start(self.controller)
+        self._stack.push_async_callback(self.live.close)
         self.front_door_url = f"http://{self.config.front_door.host}:{self.front_door.bound_port}"
         self.admin_url = f"http://{self.config.admin.host}:{self.front_door.bound_admin_port}"
         exporter.add_source(lambda: front_door_samples(self.front_door.stats))
@@ -188,6 +195,7 @@ class Service:
         exporter.add_source(lambda: fault_samples(self.controller, self.faults))
         exporter.add_source(lambda: journal_samples(self.journal.status()))
         exporter.add_source(lambda: reader_samples(self.reports))
+        exporter.add_source(lambda: live_samples(self.live))
         exporter.add_source(self._registry_samples)
 
     def _registry_samples(self) -> Iterable[Sample]:

@@ -13,7 +13,10 @@ called again.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dsched.drivers.wire import GenerateCommand, RankReport, TokenLogprob
 from dsched.errors import DriverError
@@ -71,6 +74,31 @@ class EngineDescription:
     max_running_requests: int
     """Requests one DP rank runs at once."""
     capabilities: EngineCapabilities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertLoad:
+    """What the experts of one engine had to do in its last load window."""
+
+    counts: NDArray[np.int64]
+    """[L, E] tokens routed to each logical expert."""
+    num_steps: int
+    """Steps of the window."""
+    time_ns: int
+    """When it ended."""
+    balance: NDArray[np.float64] | None = None
+    """[L] balancedness of the placement in use; `None`: the engine does not say where experts
+    live."""
+    is_simulated: bool = False
+
+
+@runtime_checkable
+class ExpertLoadSource(Protocol):
+    """A driver whose engine reports expert load. Optional; for people, no plan is made of it."""
+
+    def expert_load(self) -> ExpertLoad | None:
+        """The last load window; `None` before the first. Cheap: called once a second."""
+        ...
 
 
 class AttemptSink(Protocol):

@@ -89,16 +89,27 @@ class AgentStatus:
     """It spoke within `SILENCE_NS` and has not said goodbye."""
     missing: tuple[str, ...]
     """Features that it could not attach, or has lost since."""
+    features: tuple[str, ...] = ()
+    """Features that are attached."""
 
 
 class _Rank:
     """What is remembered of one rank's agent."""
 
-    __slots__ = ("heard_ns", "identity", "incarnation", "missing", "retired", "seq")
+    __slots__ = (
+        "features",
+        "heard_ns",
+        "identity",
+        "incarnation",
+        "missing",
+        "retired",
+        "seq",
+    )
 
     def __init__(self) -> None:
         self.heard_ns = 0
         self.missing: tuple[str, ...] = ()
+        self.features: tuple[str, ...] = ()
         self.incarnation: str | None = None
         self.seq = -1
         self.identity = b""
@@ -212,6 +223,7 @@ class ReportReader:
                 rank_id=rank_id,
                 is_heard=rank.incarnation is not None and now_ns - rank.heard_ns < SILENCE_NS,
                 missing=rank.missing,
+                features=rank.features,
             )
             for rank_id, rank in sorted(self._ranks.items())
         )
@@ -352,6 +364,7 @@ class ReportReader:
         rank.identity = identity
         rank.heard_ns = self._clock.now_ns()
         rank.missing = hello.missing[:MAX_MISSING_FEATURES]
+        rank.features = hello.features[:MAX_MISSING_FEATURES]
         self._asked.pop(identity, None)
         return True
 

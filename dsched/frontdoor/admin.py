@@ -20,6 +20,8 @@ from starlette.routing import Route
 
 from dsched.config import AdminConfig
 from dsched.errors import ConfigError
+from dsched.frontdoor.live_routes import live_routes
+from dsched.frontdoor.live_sampler import LiveSampler
 
 Snapshot = Callable[[], Any]
 """Returns plain values: what JSON can hold."""
@@ -53,7 +55,11 @@ class DrainBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def make_admin_app(
-    *, workers: Snapshot, config: Snapshot, engines: EngineControl | None = None
+    *,
+    workers: Snapshot,
+    config: Snapshot,
+    engines: EngineControl | None = None,
+    live: LiveSampler | None = None,
 ) -> Starlette:
     """Return the ASGI application; each request takes a fresh snapshot."""
 
@@ -73,6 +79,8 @@ def make_admin_app(
     ]
     if engines is not None:
         routes += _engine_routes(engines)
+    if live is not None:
+        routes += live_routes(live)
     return Starlette(routes=routes)
 
 

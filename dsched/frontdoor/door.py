@@ -14,6 +14,7 @@ from dsched.frontdoor.app import make_app
 from dsched.frontdoor.asgi import AsgiRunner
 from dsched.frontdoor.connection import ClientConnection, HttpRequest
 from dsched.frontdoor.errors import ApiError
+from dsched.frontdoor.live_sampler import LiveSampler
 from dsched.frontdoor.models import ServedModel
 from dsched.frontdoor.server import HttpServer
 from dsched.frontdoor.stats import Api, FrontDoorMetrics, FrontDoorStats, NoMetrics
@@ -46,6 +47,7 @@ class FrontDoor:
         workers: Snapshot = list,
         config: Snapshot = dict,
         engines: EngineControl | None = None,
+        live: LiveSampler | None = None,
         clock: Clock | None = None,
         process_tag: int = 0,
     ) -> None:
@@ -80,7 +82,8 @@ class FrontDoor:
         self._admin: AdminServer | None = None
         if admin is not None:
             self._admin = AdminServer(
-                make_admin_app(workers=workers, config=config, engines=engines), admin
+                make_admin_app(workers=workers, config=config, engines=engines, live=live),
+                admin,
             )
 
     @property

@@ -173,6 +173,11 @@ _METRICS = (
     _gauge("dsched_journal_pending_requests", "Requests with something not yet in the file."),
     _counter("dsched_journal_write_errors_total", "Failed writes of the journal's file."),
     _counter("dsched_journal_dropped_requests_total", "Requests whose end never reached the file."),
+    # The live picture.
+    _gauge(
+        "dsched_live_sample_seconds",
+        "Time on the event loop that the last sample for `dsched top` and the web page took.",
+    ),
     # The registry.
     _gauge("dsched_registry_registered", "1 while the registry knows this process."),
     _gauge("dsched_registry_lag_seconds", "Time since the registry last answered."),

@@ -21,12 +21,14 @@ from dsched.drivers.base import (
     EngineCapabilities,
     EngineDescription,
     EngineListener,
+    ExpertLoad,
     FinishReason,
 )
 from dsched.drivers.wire import GenerateCommand, RankReport
 from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableError
 from dsched.ids import AttemptId, EngineId
 from dsched.sim.engine import SimAttempt, SimEngine
+from dsched.sim.expert_load import SimExpertLoad
 from dsched.sim.loop import OutputBatch, Timer, Timers
 
 IDLE_REPORT_NS = 1_000_000_000
@@ -73,6 +75,7 @@ class SimDriver:
         report_faults: ReportFaults | None = None,
         rng: np.random.Generator | None = None,
         idle_report_ns: int | None = IDLE_REPORT_NS,
+        expert_load: SimExpertLoad | None = None,
     ) -> None:
         """`batch`: keep output back while nobody can see it (virtual time only); else every step
         hands out its tokens. `rng` decides which reports are lost."""
@@ -108,6 +111,9 @@ class SimDriver:
         """[D, 4] load after the last step: what the next report says, whenever it leaves."""
         self._step_tokens: NDArray[np.int64] = np.zeros(len(self._seq), dtype=np.int64)
         self._num_steps = 0
+        self._num_tokens = 0
+        """Computed since the start."""
+        self._expert_load = expert_load
         self._kept_reports: list[list[RankReport]] = []
         """Of each step since output was last handed out."""
         self._reported = self._loads
@@ -349,6 +355,14 @@ class SimDriver:
             capabilities=CAPABILITIES,
         )
 
+    def expert_load(self) -> ExpertLoad | None:
+        """Implements `ExpertLoadSource`; `None` for an engine without layers of experts."""
+        if self._expert_load is None or self._is_dead or self._is_frozen:
+            return None
+        return self._expert_load.read(
+            now_ns=self._timers.now_ns(), num_steps=self._num_steps, num_tokens=self._num_tokens
+        )
+
     def _say_up(self) -> None:
         if self._is_closed or self._is_dead or self._listener is None:
             return
@@ -395,6 +409,7 @@ class SimDriver:
         self._num_steps = self.engine.num_steps
         computed = self.engine.last_step_tokens
         self._step_tokens = computed if step_ns else np.zeros_like(computed)
+        self._num_tokens += int(self._step_tokens.sum())
 
     def _queue_reports(self, *, is_complete: bool = False) -> None:
         """Make the report of each rank whose load changed, or of every rank."""

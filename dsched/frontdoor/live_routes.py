@@ -1,0 +1,111 @@
+"""The live picture on the admin port: one snapshot, a stream of them, the past, and the web page.
+
+| path | answers |
+|---|---|
+| `/` | the page, one file without any other request |
+| `/admin/v1/live` | the latest `LiveSnapshot` |
+| `/admin/v1/live/stream` | server-sent events, one snapshot each sample |
+| `/admin/v1/live/history` | the last minutes of every rank |
+
+A reader that is slow gets the latest snapshot when it reads again, not a queue of old ones.
+"""
+
+import re
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from importlib.resources import files
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from dsched.frontdoor.live_sampler import LiveSampler
+
+MAX_READERS: Final = 64
+"""Streams open at once. More: so many copies of each message are written beside the tokens."""
+NO_STORE: Final = {"cache-control": "no-store"}
+PAGE_FILE: Final = "live.html"
+
+
+def live_routes(sampler: LiveSampler) -> list[Route]:
+    """Return the routes over a sampler that may not have started yet."""
+    readers = _Readers(sampler)
+    page = read_page()
+    page_headers = {**NO_STORE, **security_headers(page)}
+
+    async def get_page(_: Request) -> Response:
+        return Response(page, media_type="text/html; charset=utf-8", headers=page_headers)
+
+    async def get_snapshot(_: Request) -> Response:
+        data = sampler.encoded()
+        if data is None:
+            return JSONResponse(
+                {"error": "no sample has been taken yet"}, 503, {"retry-after": "1"}
+            )
+        return Response(data, media_type="application/json", headers=NO_STORE)
+
+    async def get_history(_: Request) -> Response:
+        data = msgspec.json.encode(sampler.history())
+        return Response(data, media_type="application/json", headers=NO_STORE)
+
+    async def get_stream(_: Request) -> Response:
+        if readers.num_open >= MAX_READERS:
+            return JSONResponse({"error": f"{MAX_READERS} readers watch already"}, 503)
+        return StreamingResponse(readers.stream(), media_type="text/event-stream", headers=NO_STORE)
+
+    return [
+        Route("/", get_page),
+        Route("/admin/v1/live", get_snapshot),
+        Route("/admin/v1/live/history", get_history),
+        Route("/admin/v1/live/stream", get_stream),
+    ]
+
+
+class _Readers:
+    """Counts the open streams and writes them."""
+
+    def __init__(self, sampler: LiveSampler) -> None:
+        self._sampler = sampler
+        self.num_open = 0
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Events until the sampler closes or the reader goes."""
+        self.num_open += 1
+        try:
+            data = self._sampler.encoded()
+            if data is not None:
+                yield b"data: " + data + b"\n\n"
+            while (data := await self._sampler.next_encoded()) is not None:
+                yield b"data: " + data + b"\n\n"
+        finally:
+            self.num_open -= 1
+
+
+def read_page() -> bytes:
+    """The web page, as it is in the package."""
+    return files("dsched.frontdoor").joinpath(PAGE_FILE).read_bytes()
+
+
+def security_headers(page: bytes) -> dict[str, str]:
+    """Headers that let the page run its own script and style, talk to its own port, and no more.
+
+    Names and reasons on the page come from engines; should one of them ever become markup, the
+    browser still runs nothing of it.
+    """
+    sources = {}
+    for tag in ("script", "style"):
+        (body,) = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), page, re.DOTALL)
+        sources[tag] = "'sha256-" + b64encode(sha256(body).digest()).decode() + "'"
+    policy = (
+        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
