@@ -29,6 +29,10 @@ DEFAULT_BUDGET_NS: Final = 2_000_000
 request of its tick by that much, until the breaker opens."""
 BREAKER_FAILURES: Final = 5
 """Failures in a row that open the breaker."""
+MAX_LEFT_BEHIND: Final = 3
+"""Threads that were interrupted and do not end (they sleep in C, or catch everything) before the
+policy is asked no more until one does. Fewer: one long sleep suspends it. More: each one that loops
+takes its share of the processor for ever."""
 BREAKER_PAUSE_NS: Final = 10_000_000_000
 """Time the breaker stays open. Below: a broken policy costs its budget often. Above: a mended one
 stays unused for long."""
@@ -69,8 +73,9 @@ class StructuredPolicyLog:
         self._log.warning("policy.suspended", policy=policy, pause_s=pause_s)
 
 
-class _InterruptedPolicyError(Exception):
-    """Raised inside a policy that has used up its time."""
+class _PolicyInterrupt(BaseException):
+    """Raised inside a policy that has used up its time; no `Exception`, so that a policy that
+    catches those does not go on."""
 
 
 @dataclass(slots=True)
@@ -106,8 +111,12 @@ class _Runner:
         identity = self._thread.ident
         if identity is not None and self._thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(identity), ctypes.py_object(_InterruptedPolicyError)
+                ctypes.c_ulong(identity), ctypes.py_object(_PolicyInterrupt)
             )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """End the thread when it is idle."""
@@ -123,7 +132,9 @@ class _Runner:
                 call = self._call
                 if call is not None:
                     _execute(call, self._clock)
-            except _InterruptedPolicyError:
+            except _PolicyInterrupt:
+                return
+            if self._is_closed:  # interrupted, and caught it
                 return
 
 
@@ -131,7 +142,7 @@ def _execute(call: _Call, clock: Clock) -> None:
     start_ns = clock.now_ns()
     try:
         call.answer = call.function()
-    except _InterruptedPolicyError:
+    except _PolicyInterrupt:
         raise
     except BaseException as error:  # the door: nothing that a policy does gets further
         call.error = brief(error)
@@ -168,6 +179,7 @@ class PolicyGuard(Generic[Policy]):
         self._clock = clock or self._machine
         self._log = log or StructuredPolicyLog()
         self._runner: _Runner | None = None
+        self._left_behind: list[_Runner] = []
         self._failures_in_row = 0
         self._closed_until_ns: int | None = None
         self._logged: set[FailureReason] = set()
@@ -191,7 +203,7 @@ class PolicyGuard(Generic[Policy]):
             check: turns the answer into one that can be used, `None` for "use the default", or
                 raises `ValueError` for a wrong one.
         """
-        if self.is_breaker_open:
+        if self.is_breaker_open or self._has_too_many_left_behind():
             self.num_failures[FailureReason.BREAKER_OPEN] += 1
             return None
         self.num_calls += 1
@@ -238,8 +250,17 @@ class PolicyGuard(Generic[Policy]):
         call_or_none = self._runner.run(function, timeout_s=self._budget_ns / 1e9)
         if call_or_none is None:
             self._runner.interrupt()
+            self._left_behind.append(self._runner)
             self._runner = None
         return call_or_none
+
+    def _has_too_many_left_behind(self) -> bool:
+        if not self._left_behind:
+            return False
+        self._left_behind = [runner for runner in self._left_behind if runner.is_alive]
+        for runner in self._left_behind:
+            runner.interrupt()  # again, for those that caught it
+        return len(self._left_behind) >= MAX_LEFT_BEHIND
 
     def _fail(self, reason: FailureReason, detail: str) -> None:
         self.num_failures[reason] += 1

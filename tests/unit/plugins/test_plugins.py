@@ -1,9 +1,11 @@
 """Policies: what is refused at the start, and what a bad one costs at run time."""
 
+import contextlib
 import gc
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from dsched.plugins import (
     check_scores,
     load_policy,
 )
+from dsched.plugins.guard import MAX_LEFT_BEHIND
 
 REQUEST = RequestView(model="m", num_prompt_tokens=10, max_output_tokens=5)
 ROUTING = (RoutingPolicy, RoutingFilter, RoutingScorer)
@@ -68,6 +71,7 @@ class Picker:
 
 
 def ask(policy: object, **options: Any) -> tuple[Any, PolicyGuard[Any]]:  # noqa: ANN401
+    options.setdefault("budget_ns", 5_000_000_000)  # a busy machine is no reason to fail
     guard: PolicyGuard[Any] = PolicyGuard(policy, **options)
     policies = RoutingPolicies([(guard, 1.0)])
     try:
@@ -155,18 +159,57 @@ def _raiser(error: type[BaseException]) -> Any:  # noqa: ANN401
     return raise_it
 
 
+def policy_threads() -> list[str]:
+    """What each of them is doing now."""
+    frames = sys._current_frames()
+    return [
+        "".join(traceback.format_stack(frames[thread.ident]))
+        for thread in threading.enumerate()
+        if thread.name == "policy picker" and thread.ident in frames
+    ]
+
+
+def wait_for_policy_threads() -> None:
+    for _ in range(500):
+        if not policy_threads():
+            return
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("runaway", [endless, hoard])
 def test_a_policy_that_never_ends_is_interrupted(runaway: Any) -> None:  # noqa: ANN401
     """Its thread ends, and what it hoarded is free again."""
     ask(Picker(runaway), budget_ns=20_000_000)
 
-    for _ in range(500):
-        if not any(thread.name == "policy picker" for thread in threading.enumerate()):
-            break
-        time.sleep(0.01)
+    wait_for_policy_threads()
     gc.collect()
 
-    assert not any(thread.name == "policy picker" for thread in threading.enumerate())
+    assert policy_threads() == []
+
+
+def swallow_everything() -> None:
+    """Catches its own interruption, for a while."""
+    until_ns = SystemClock().now_ns() + 500_000_000
+    while SystemClock().now_ns() < until_ns:
+        with contextlib.suppress(BaseException):
+            endless()
+
+
+def test_threads_that_do_not_end_are_few() -> None:
+    """A policy that catches its interruption is asked no more while three of its calls run."""
+    clock = ManualClock()
+    guard: PolicyGuard[Any] = PolicyGuard(
+        Picker(swallow_everything), budget_ns=5_000_000, clock=clock
+    )
+    policies = RoutingPolicies([(guard, 1.0)])
+    for _ in range(10):
+        clock.advance_to(clock.now_ns() + 2 * BREAKER_PAUSE_NS)
+        policies.choose(REQUEST, candidates())
+    policies.close()
+    wait_for_policy_threads()
+
+    assert guard.num_calls <= MAX_LEFT_BEHIND + 1
+    assert guard.num_failures[FailureReason.BREAKER_OPEN] >= 6
 
 
 def test_the_guard_works_after_a_timeout() -> None:
@@ -174,7 +217,7 @@ def test_the_guard_works_after_a_timeout() -> None:
     answers = iter([endless, 1])
     policy = Picker()
     policy.answer = lambda: (lambda a: a() if callable(a) else a)(next(answers))
-    guard: PolicyGuard[Any] = PolicyGuard(policy, budget_ns=50_000_000)
+    guard: PolicyGuard[Any] = PolicyGuard(policy, budget_ns=500_000_000)
     policies = RoutingPolicies([(guard, 1.0)])
 
     first = policies.choose(REQUEST, candidates())
