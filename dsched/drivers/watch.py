@@ -69,6 +69,13 @@ class EngineFacts:
     sizes: EngineHints = EngineHints()
 
 
+class ModelCard(msgspec.Struct):
+    """One model of `/v1/models`."""
+
+    id: str
+    max_model_len: int | None = None
+
+
 class EngineInspector(Protocol):
     """How one kind of engine is asked what it is. Every method asks over `pool` and keeps nothing.
 
@@ -84,7 +91,7 @@ class EngineInspector(Protocol):
         """Return what is wrong with an engine that answers; `None` if it can serve."""
         ...
 
-    async def inspect(self, pool: HttpPool, *, has_agents: bool) -> EngineFacts:
+    async def inspect(self, pool: HttpPool, card: ModelCard, *, has_agents: bool) -> EngineFacts:
         """Return what the engine tells. With agents, sizes are theirs and need not be asked."""
         ...
 
@@ -99,13 +106,6 @@ class WatchHost(Protocol):
     def hellos(self) -> Mapping[int, AgentHello]:
         """The present agents by DP rank."""
         ...
-
-
-class ModelCard(msgspec.Struct):
-    """One model of `/v1/models`."""
-
-    id: str
-    max_model_len: int | None = None
 
 
 class _ModelList(msgspec.Struct):
@@ -256,7 +256,7 @@ class EngineWatch:
     async def _describe(self, card: ModelCard) -> EngineDescription:
         hellos = self._host.hellos()
         has_agents = has_all_hellos(hellos)
-        facts = await self._inspector.inspect(self._pool, has_agents=has_agents)
+        facts = await self._inspector.inspect(self._pool, card, has_agents=has_agents)
         if not has_agents:
             hellos = {}
         self._check_version(facts.version, hellos)
@@ -348,12 +348,17 @@ def is_tried(version: str, tried: tuple[str, ...]) -> bool:
     return any(version == each or version.startswith((f"{each}.", f"{each}+")) for each in tried)
 
 
-async def ask_health(pool: HttpPool, path: str) -> str | None:
-    """Ask `path`; return what is wrong if its status is not 200.
+async def ask_status(pool: HttpPool, path: str) -> int:
+    """Ask `path` within the time of a health check; return the status.
 
     Raises:
         EngineUnreachableError: no answer.
         DriverError: an answer that is no HTTP.
     """
     status, _, _ = await pool.fetch("GET", path, timeout_s=HEALTH_TIMEOUT_S)
+    return status
+
+
+def status_problem(path: str, status: int) -> str | None:
+    """What is wrong with an engine whose health has this status."""
     return None if status == 200 else f"{path} answers with status {status}"

@@ -14,7 +14,8 @@ from dsched.config_load import LoadedConfig
 from dsched.drivers.http import HttpPool
 from dsched.drivers.vllm.launcher import free_port
 from dsched.sim.tokenizer import CHAT_TEMPLATE, build_sim_tokenizer
-from dsched.testing.vllm_double import DoubleModel, VllmDouble
+from dsched.testing.engine_double import DoubleModel
+from dsched.testing.vllm_double import VllmDouble
 
 MODEL = "tiny"
 PROMPT = list(range(40, 60))

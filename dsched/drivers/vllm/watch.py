@@ -13,7 +13,7 @@ import msgspec
 from dsched.drivers import watch
 from dsched.drivers.base import EngineCapabilities
 from dsched.drivers.http import HttpPool
-from dsched.drivers.watch import EngineFacts, EngineHints, ask_health
+from dsched.drivers.watch import EngineFacts, EngineHints, ModelCard, ask_status, status_problem
 from dsched.errors import DriverError
 
 TRIED_VERSIONS: Final = ("0.32",)
@@ -42,9 +42,15 @@ class VllmInspector:
 
     async def health_problem(self, pool: HttpPool) -> str | None:
         """See `EngineInspector.health_problem`; 503 once the engine core has died."""
-        return await ask_health(pool, "/health")
+        return status_problem("/health", await ask_status(pool, "/health"))
 
-    async def inspect(self, pool: HttpPool, *, has_agents: bool) -> EngineFacts:
+    async def inspect(
+        self,
+        pool: HttpPool,
+        card: ModelCard,  # noqa: ARG002
+        *,
+        has_agents: bool,
+    ) -> EngineFacts:
         """See `EngineInspector.inspect`."""
         sizes = EngineHints() if has_agents else await _ask_metrics(pool)
         version = await _ask_version(pool)

@@ -229,7 +229,7 @@ async def test_one_slow_health_answer_is_no_death(
     world.driver(double.url)
     await world.listener.up()
     num_left = watch_module.MAX_TIMEOUTS - 1
-    pass_on = double._pass
+    pass_on = double.pass_by
 
     async def slow(request: web.Request) -> None:
         nonlocal num_left
@@ -238,7 +238,7 @@ async def test_one_slow_health_answer_is_no_death(
             await asyncio.sleep(2 * watch_module.HEALTH_TIMEOUT_S)
         await pass_on(request)
 
-    monkeypatch.setattr(double, "_pass", slow)
+    monkeypatch.setattr(double, "pass_by", slow)
     sink = world.generate(500)
     await sink.ended(10)
 
@@ -309,7 +309,7 @@ async def test_abort_before_the_connection_stands(world: World) -> None:
 
 async def test_rank_is_steered_only_where_there_are_several(world: World) -> None:
     """A single rank needs no header; a server with one rank refuses unknown ones."""
-    double = await world.double(has_agent=False)
+    double = await world.double(has_agent=False, num_dp_ranks=4)
     world.driver(double.url, has_reports=False, hints=EngineHints(num_dp_ranks=4))
     await world.listener.up()
 
@@ -360,8 +360,9 @@ async def test_lost_feature_of_an_agent_is_known(world: World) -> None:
     await world.listener.up()
     assert driver.lost_features == ()
 
-    assert double._agent is not None
-    double._agent.drop_feature("load_reports")
+    agent = double.ranks[0].agent
+    assert agent is not None
+    agent.drop_feature("load_reports")
     async with asyncio.timeout(5):
         while not driver.lost_features:
             await asyncio.sleep(0.01)
