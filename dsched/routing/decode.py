@@ -256,6 +256,16 @@ class DecodeRouter:
         self.ledger.rank_id(rank)
         return float(self._prices[k.REQUEST_NS, rank]), float(self._prices[k.KV_TOKEN_NS, rank])
 
+    @property
+    def tie_offset(self) -> int:
+        """Where the next decision begins to count among equal ranks, modulo their number."""
+        return self._tie_offset
+
+    def is_home_elsewhere(self, rank: int) -> bool:
+        """Whether another router over the same ranks is asked first to fill this one."""
+        num_routers = self._num_routers if self._num_routers <= self.ledger.num_ranks else 1
+        return num_routers > 1 and rank % num_routers != self._router_index % num_routers
+
     def set_prices(self, *, request_ns: float, kv_token_ns: float, rank: int | None = None) -> None:
         """Set b and c in ns, of one rank or of all (then also of ranks added later).
 

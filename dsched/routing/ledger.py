@@ -149,6 +149,8 @@ class LoadLedger:
             )
         self._headroom = kv_headroom_fraction
         self.num_ranks = 0
+        self.ranks_version = 0
+        """Raised whenever a rank number is given to a rank."""
         self.table: NDArray[np.int64] = np.zeros((k.NUM_ROWS, 0), np.int64)
         """[NUM_ROWS, >= D], rows as in `kernels`. Read it; change it only through this class."""
         self._rank_ids: list[RankId] = []
@@ -356,6 +358,7 @@ class LoadLedger:
         self._own_kv = memoryview(table[k.OWN_KV])
 
     def _new_number(self, rank_id: RankId) -> int:
+        self.ranks_version += 1
         if self._free:
             rank = self._free.pop()
             self._rank_ids[rank] = rank_id

@@ -1,0 +1,28 @@
+"""The decision trace: what planners saw and decided, kept in a ring, told and decided again."""
+
+from dsched.trace.files import TraceReader, TraceWriter
+from dsched.trace.recorder import NullRecorder, Recorder, RingRecorder
+from dsched.trace.records import FORMAT_VERSION, AnyRecord, Header
+from dsched.trace.replay import Changes, Difference, ReplayResult, replay
+from dsched.trace.story import Story, as_document, newest_request_ids, tell
+from dsched.trace.text import as_text
+
+__all__ = [
+    "FORMAT_VERSION",
+    "AnyRecord",
+    "Changes",
+    "Difference",
+    "Header",
+    "NullRecorder",
+    "Recorder",
+    "ReplayResult",
+    "RingRecorder",
+    "Story",
+    "TraceReader",
+    "TraceWriter",
+    "as_document",
+    "as_text",
+    "newest_request_ids",
+    "replay",
+    "tell",
+]
