@@ -10,8 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dsched.drivers.local import LocalEngine
     from dsched.drivers.vllm.driver import VllmDriver
-    from dsched.drivers.vllm.launcher import LocalEngine, launch_vllm_engine
+    from dsched.drivers.vllm.launcher import launch_vllm_engine
     from dsched.drivers.vllm.scheduler import DschedAsyncScheduler, DschedScheduler
 
 __all__ = [

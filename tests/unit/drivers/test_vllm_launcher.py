@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dsched.drivers.vllm import launcher as launcher_module
+from dsched.drivers import local
+from dsched.drivers.local import LocalEngine, free_port, has_package
 from dsched.drivers.vllm.launcher import (
-    LocalEngine,
     engine_environment,
     find_vllm_python,
-    free_port,
-    has_vllm,
     launch_vllm_engine,
     scheduler_args,
 )
@@ -75,8 +73,9 @@ async def test_command_names_model_port_and_scheduler(launch: Callable, model: P
 
     words = (await wait_for_text(engine.log_path, "end")).split()
 
-    assert words[:2] == ["-m", "dsched.drivers.vllm.serve_child"]
-    assert words[2:5] == [str(os.getpid()), "serve", str(model)]
+    assert words[:2] == ["-m", "dsched.drivers.serve_child"]
+    assert words[2:4] == [str(os.getpid()), "vllm.entrypoints.cli.main"]
+    assert words[4:6] == ["serve", str(model)]
     assert words[words.index("--port") + 1] == str(engine.port)
     assert words[words.index("--host") + 1] == "127.0.0.1"
     assert words[words.index("--scheduler-cls") + 1] == "dsched.drivers.vllm.DschedScheduler"
@@ -169,7 +168,7 @@ async def test_engine_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, os\n"
         "child = subprocess.Popen([sys.executable, '-c', "
-        "'import os, sys, time; from dsched.drivers.vllm.serve_child import end_with_parent; "
+        "'import os, sys, time; from dsched.drivers.serve_child import end_with_parent; "
         "end_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); time.sleep(60)', "
         "str(os.getpid())])\n"
         "child.wait()\n"
@@ -199,7 +198,7 @@ def test_python_with_vllm_is_found_beside_the_checkout(
 ) -> None:
     """First our own interpreter, then the Makefile's environment; else a way out is named."""
     beside = tmp_path / ".venv-vllm"
-    monkeypatch.setattr(launcher_module, "__file__", str(tmp_path / "a" / "b" / "c" / "x.py"))
+    monkeypatch.setattr(local, "__file__", str(tmp_path / "a" / "b" / "x.py"))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "own" / "bin" / "python"))
     with pytest.raises(ConfigError, match=r"make \.venv-vllm/\.ready"):
         find_vllm_python()
@@ -210,7 +209,7 @@ def test_python_with_vllm_is_found_beside_the_checkout(
     (beside / "bin").mkdir()
     (beside / "bin" / "python").touch()
 
-    assert has_vllm(beside / "bin" / "python")
+    assert has_package(beside / "bin" / "python", "vllm")
     assert find_vllm_python() == beside / "bin" / "python"
 
 

@@ -1,9 +1,9 @@
-"""`vllm`'s command line as a child that does not outlive its parent.
+"""An engine's command line as a child that does not outlive its parent.
 
-    python -m dsched.drivers.vllm.serve_child PARENT_PID serve MODEL ...
+    python -m dsched.drivers.serve_child PARENT_PID MODULE ARGUMENT ...
 
 Runs in the engine's Python. Asks the kernel for SIGTERM when the parent dies (Linux), then becomes
-vLLM's own entry point: the wish survives `exec`, and nothing of dsched stays in the process.
+`python -m MODULE`: the wish survives `exec`, and nothing of dsched stays in the process.
 """
 
 import ctypes
@@ -24,8 +24,7 @@ def end_with_parent(parent_pid: int) -> None:
 
 def main() -> None:
     end_with_parent(int(sys.argv[1]))
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *sys.argv[2:]]
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])
 
 
 if __name__ == "__main__":

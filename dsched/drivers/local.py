@@ -1,0 +1,229 @@
+"""Engines as child processes, for development on one machine: what is the same for every engine.
+
+In: a command of the engine's own Python. Out: a running server on 127.0.0.1 whose whole process
+tree ends with `stop`, and, because the kernel is asked for it, when dsched dies in any way.
+
+The engine's Python is another one than dsched's where the engine lives in an environment of its
+own; see `find_engine_python`. For a deployment that matters, start the engine yourself and give
+dsched its URL.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from dsched.config import agent_environment, inherited_environment
+from dsched.errors import ConfigError, DriverError
+from dsched.ids import EngineId
+
+STOP_GRACE_S: Final = 10.0
+"""For a server to end by itself after SIGTERM; then its process group gets SIGKILL."""
+LOG_TAIL_BYTES: Final = 2_000
+"""Of an engine's log that an error message quotes."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePackage:
+    """Where one kind of engine is found on this machine."""
+
+    name: str
+    """Of the Python package, and to a reader."""
+    environment: str
+    """Folder of the environment that the Makefile makes beside the checkout."""
+
+
+class LocalEngine:
+    """One engine that was started here. Belongs to the event loop that started it."""
+
+    def __init__(
+        self, *, engine_id: EngineId, port: int, process: asyncio.subprocess.Process, log_path: Path
+    ) -> None:
+        self.engine_id = engine_id
+        self.port = port
+        self.log_path = log_path
+        self._process = process
+        self._is_stopping = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the API server, which leads the process group."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None
+
+    def watch(self, on_death: Callable[["LocalEngine", int], None]) -> None:
+        """Call `on_death(engine, exit_status)` when the server ends without `stop`."""
+
+        async def wait() -> None:
+            status = await self._process.wait()
+            if not self._is_stopping:
+                self._signal(signal.SIGKILL)
+                log.error(
+                    "engine.died", engine_id=self.engine_id, status=status, log=self.log_tail()
+                )
+                on_death(self, status)
+
+        self._watcher = asyncio.get_running_loop().create_task(wait())
+
+    def log_tail(self) -> str:
+        """Return the end of what the engine wrote."""
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(max(0, self.log_path.stat().st_size - LOG_TAIL_BYTES))
+                return file.read().decode(errors="replace")
+        except OSError as error:
+            return f"({error})"
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End the server and every process it started. Idempotent."""
+        self._is_stopping = True
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
+        # Also after a clean end: a core that hangs does not notice that its server has gone.
+        self._signal(signal.SIGKILL)
+        await self._process.wait()
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    def kill(self) -> None:
+        """SIGKILL the whole process group, now."""
+        self._is_stopping = True
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # The group has the server's pid as its id and outlives it as long as one member does.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+
+async def start_engine(
+    command: Sequence[str],
+    *,
+    engine_id: EngineId,
+    port: int,
+    python: Path,
+    variables: Mapping[str, str],
+    state_dir: Path,
+) -> LocalEngine:
+    """Run `python -m COMMAND` in a process group of its own; return while it loads.
+
+    Raises:
+        DriverError: the process cannot be started.
+    """
+    log_path = state_dir / "engines" / f"{engine_id}.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with log_path.open("wb") as log_file:
+            process = await asyncio.create_subprocess_exec(
+                *(str(python), "-m", "dsched.drivers.serve_child", str(os.getpid())),
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=asyncio.subprocess.STDOUT,
+                env=variables,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise DriverError(f"engine {engine_id}: {python} cannot be started: {error}") from error
+    log.info("engine.started", engine_id=engine_id, pid=process.pid, port=port, log=str(log_path))
+    return LocalEngine(engine_id=engine_id, port=port, process=process, log_path=log_path)
+
+
+def check_model_folder(model_path: Path | str) -> None:
+    """Refuse a folder that no engine can load.
+
+    Raises:
+        ConfigError: it holds no `config.json`.
+    """
+    if not (Path(model_path) / "config.json").is_file():
+        raise ConfigError(f"model folder {str(model_path)!r} has no config.json")
+
+
+def engine_variables(
+    agent_endpoint: str | None, *, engine_id: EngineId, defaults: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment of an engine: ours, with defaults that ours overrides, and where its
+    agents find dsched. Without an endpoint they find nothing, whatever we inherited."""
+    inherited = inherited_environment()
+    agent = {}
+    if agent_endpoint is not None:
+        agent = agent_environment(endpoint=agent_endpoint, engine_id=engine_id)
+    else:
+        inherited.pop("DSCHED_ENDPOINT", None)
+    return {**defaults, **inherited, **agent}
+
+
+def find_engine_python(package: EnginePackage, stated: Path | str | None = None) -> Path:
+    """Return an interpreter that has the engine: the stated one, our own, or the Makefile's.
+
+    Raises:
+        ConfigError: there is none; the message says what to do.
+    """
+    if stated is not None:
+        path = Path(stated)
+        if not path.is_file():
+            raise ConfigError(f"engine Python {str(stated)!r} does not exist")
+        return path
+    own = Path(sys.executable)
+    beside = Path(__file__).parents[2] / package.environment / "bin" / "python"
+    for path in (own, beside):
+        if path.is_file() and has_package(path, package.name):
+            return path
+    raise ConfigError(
+        f"no {package.name} in {own} and no {package.environment} beside the checkout; "
+        f"run `make {package.environment}/.ready`, or name the engine's Python in `launch.python`"
+    )
+
+
+def has_package(python: Path, name: str) -> bool:
+    """Whether an interpreter's environment holds a package; looks at files, imports nothing."""
+    environment = python.parent.parent
+    return any(environment.glob(f"lib/python3*/site-packages/{name}/__init__.py"))
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+async def make_tiny_model(folder: Path, *, python: Path) -> Path:
+    """Make the tiny random model with an engine's Python, unless it is there; return `folder`.
+
+    Raises:
+        DriverError: the model cannot be made.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(str(python), "-m", "dsched.drivers.vllm.tiny_model", str(folder)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={"OMP_NUM_THREADS": "1"} | inherited_environment(),
+    )
+    output, _ = await process.communicate()
+    if process.returncode != 0:
+        text = output[-LOG_TAIL_BYTES:].decode(errors="replace")
+        raise DriverError(f"the tiny model cannot be made: {text}")
+    return folder

@@ -1,0 +1,115 @@
+"""SGLang servers as child processes, for development on one machine.
+
+In: a model folder and a port. Out: a running `sglang.launch_server`, whose schedulers load dsched's
+plug-in by themselves; see `dsched.drivers.local` for how it ends.
+
+SGLang 0.5.23 has no CPU build on the package index. It runs on a CPU with a platform plug-in, as
+the tests have one (`tests/sglang/plugin`); the Makefile's environment holds it.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from dsched.drivers.local import (
+    EnginePackage,
+    LocalEngine,
+    check_model_folder,
+    engine_variables,
+    find_engine_python,
+    free_port,
+    start_engine,
+)
+from dsched.ids import EngineId
+
+PACKAGE: Final = EnginePackage(name="sglang", environment=".venv-sglang")
+SERVE: Final = "sglang.launch_server"
+ENGINE_VARIABLES: Final = {"HF_HUB_OFFLINE": "1"}
+CPU_VARIABLES: Final = {"OMP_NUM_THREADS": "1"}
+CPU_ARGS: Final = (
+    *("--device", "cpu", "--attention-backend", "torch_native"),
+    *("--mem-fraction-static", "0.3", "--max-total-tokens", "65536"),
+)
+"""Without a limit SGLang sizes the KV cache as if the machine's memory were its own."""
+CPU_ENGINE_SWITCH: Final = "SGLANG_USE_CPU_ENGINE"
+"""Chooses SGLang's own CPU engine, whose kernels are on no package index."""
+
+
+async def launch_sglang_engine(
+    model_path: Path | str,
+    *,
+    engine_id: EngineId,
+    port: int = 0,
+    agent_endpoint: str | None,
+    state_dir: Path,
+    served_model_name: str,
+    num_dp_ranks: int = 1,
+    extra_args: Sequence[str] = (),
+    python: Path | str | None = None,
+    device: str = "cpu",
+    step_budget_ms: float | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> LocalEngine:
+    """Start an SGLang server on 127.0.0.1 and return while it loads; a driver sees when it is up.
+
+    `port` 0 chooses a free one. `extra_args` come last and so win over what dsched passes. With
+    `agent_endpoint` `None` dsched's plug-in stays off and nothing is reported. With
+    `step_budget_ms` dsched cuts the engine's prompt chunks to that time. `variables` are put on top
+    of the environment that the engine gets.
+
+    Raises:
+        ConfigError: no Python with SGLang, or no such model folder.
+        DriverError: the process cannot be started.
+    """
+    interpreter = find_sglang_python(python)
+    check_model_folder(model_path)
+    port = port or free_port()
+    command = [
+        *(SERVE, "--model-path", str(model_path)),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--served-model-name", served_model_name),
+        # Otherwise every event of a stream repeats all tokens before it.
+        *("--incremental-streaming-output", "--log-level", "info", "--log-level-http", "warning"),
+        *(("--dp-size", str(num_dp_ranks)) if num_dp_ranks > 1 else ()),
+        *(CPU_ARGS if device == "cpu" else ()),
+        *extra_args,
+    ]
+    environment = engine_environment(
+        agent_endpoint, engine_id=engine_id, device=device, num_dp_ranks=num_dp_ranks
+    )
+    if step_budget_ms is not None:
+        environment["DSCHED_STEP_BUDGET_MS"] = str(step_budget_ms)
+    return await start_engine(
+        command,
+        engine_id=engine_id,
+        port=port,
+        python=interpreter,
+        variables=environment | dict(variables or {}),
+        state_dir=state_dir,
+    )
+
+
+def engine_environment(
+    agent_endpoint: str | None, *, engine_id: EngineId, device: str, num_dp_ranks: int = 1
+) -> dict[str, str]:
+    """Return the environment of the engine: ours, with defaults that ours overrides.
+
+    On a CPU each rank is bound to a core of its own as far as there are so many: SGLang refuses
+    more ranks than the machine has memory nodes unless it is told where they go.
+    """
+    defaults = dict(ENGINE_VARIABLES)
+    if device == "cpu":
+        defaults |= CPU_VARIABLES
+        if num_dp_ranks > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            bound = [str(cores[rank % len(cores)]) for rank in range(num_dp_ranks)]
+            defaults["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+    variables = engine_variables(agent_endpoint, engine_id=engine_id, defaults=defaults)
+    variables.pop(CPU_ENGINE_SWITCH, None)
+    return variables
+
+
+def find_sglang_python(stated: Path | str | None = None) -> Path:
+    """Return an interpreter that has SGLang; see `find_engine_python`."""
+    return find_engine_python(PACKAGE, stated)
