@@ -6,10 +6,23 @@ after them.
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from dsched.clock import Clock
 
 NS_PER_S = 1_000_000_000
+
+
+class TickHost(Protocol):
+    """Calls the controller back. Implemented over an event loop and by the simulator."""
+
+    def request_tick(self) -> None:
+        """Call `tick` soon, once, however often this is asked before."""
+        ...
+
+    def request_tick_at(self, time_ns: int) -> None:
+        """Call `tick` at `time_ns` of the controller's clock, or a little later."""
+        ...
 
 
 class LoopTickHost:

@@ -1,8 +1,11 @@
 """The errors that end a request, in words that a client can act on."""
 
+from dsched.controller.events import AttemptLost
 from dsched.controller.request import RequestError
 from dsched.controller.run import RequestRun
 from dsched.errors import DriverError, EngineRefusedError
+from dsched.faults import RecoveryGuarantee, RecoveryPlan
+from dsched.ids import EngineId
 from dsched.routing import RoutingReason
 
 RETRY_AFTER_S = 1
@@ -36,6 +39,42 @@ def overdue(run: RequestRun, *, is_pool_up: bool) -> RequestError:
             retry_after_s=RETRY_AFTER_S,
         )
     return no_engine(run.request.model)
+
+
+def gave_up(run: RequestRun, event: AttemptLost) -> RequestError:
+    """Too many ranks have failed it."""
+    return RequestError(
+        status=502 if event.is_engine_lost else 503,
+        code="engine_lost" if event.is_engine_lost else "overloaded",
+        message=f"gave up after {run.num_attempts} attempts: {event.reason}",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def cannot_go_on(run: RequestRun, plan: RecoveryPlan, engine_id: EngineId) -> RequestError:
+    """Its answer had begun and cannot be continued honestly."""
+    return RequestError(
+        status=502,
+        code="engine_lost",
+        message=f"engine {engine_id} was lost after {run.num_output_tokens} "
+        f"tokens, and {plan.reason}",
+        guarantee=plan.guarantee.value,
+    )
+
+
+def replay_differs(run: RequestRun) -> RequestError:
+    """Another engine does not repeat what the client has."""
+    return RequestError(
+        status=502,
+        code="engine_lost",
+        message=f"an engine was lost after {run.num_output_tokens} tokens, and another "
+        "one does not repeat them",
+        guarantee=RecoveryGuarantee.REFUSED.value,
+    )
+
+
+def engine_aborted() -> RequestError:
+    return RequestError(status=502, code="engine_aborted", message="the engine aborted the request")
 
 
 def full(num_held: int) -> RequestError:

@@ -136,6 +136,14 @@ class RequestRun:
         self.expected_token_ids: list[int] = []
         """Tokens that a replay must give again before it gives new ones."""
 
+    def begin_attempt(self, attempt: Attempt, now_ns: int) -> None:
+        """The attempt counts from now on; an older one is fenced."""
+        self.attempt = attempt
+        self.num_attempts = attempt.epoch
+        self.phase = Phase.RUNNING
+        self.dispatch_ns = now_ns
+        self.num_attempt_tokens = 0
+
     @property
     def num_known_tokens(self) -> int:
         """Prompt and emitted tokens."""

@@ -361,7 +361,7 @@ def test_a_client_that_leaves_during_the_handoff_leaves_nothing(
 
     assert bench.client.num_ends <= 1
     assert bench.controller.num_open_requests == 0
-    assert bench.controller._journal.status().num_open_requests == 0
+    assert bench.controller._state.journal.status().num_open_requests == 0
     bench.controller.validate()
     loads = [status.ranks[0].num_running for status in bench.controller.engine_statuses()]
     assert sum(loads) == 0

@@ -9,6 +9,7 @@ import pytest
 
 from dsched.cli.sim_faults import parse_seeds
 from dsched.controller.controller import Controller
+from dsched.controller.lifecycle import Lifecycle
 from dsched.controller.run import RequestRun
 from dsched.errors import ConfigError
 from dsched.sim.faults import FaultPlan, FaultReport, SafetyError, run_faults
@@ -57,7 +58,7 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_request_that_is_forgotten_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller that drops what it should continue is told so."""
-    monkeypatch.setattr(Controller, "_apply_attempt_lost", lambda *_: None)
+    monkeypatch.setattr(Lifecycle, "apply_attempt_lost", lambda *_: None)
     monkeypatch.setattr(Controller, "validate", lambda _: None)
 
     with pytest.raises(SafetyError, match="no progress"):

@@ -1,0 +1,368 @@
+"""A request from its arrival to its one end, across as many attempts as it takes.
+
+In:  what clients, runs and the tick say of a request. Out: calls to its stream, and its place in
+the run table: waiting for the dispatcher, on an engine, or closed. What a lost attempt turns into
+is decided by `dsched.faults`; this does it.
+"""
+
+import structlog
+
+from dsched.controller import refusals
+from dsched.controller.events import AttemptLost, RequestArrived
+from dsched.controller.observer import HandoffGap
+from dsched.controller.request import InferenceRequest, RequestError, RequestFinish
+from dsched.controller.run import Phase, RequestRun
+from dsched.controller.state import ControllerState, Outcome
+from dsched.drivers.base import AttemptFinish, FinishReason
+from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableError, InvariantError
+from dsched.faults import (
+    RecoveryGuarantee,
+    RecoveryMethod,
+    ResumeKind,
+    ResumePlan,
+    plan_recovery,
+    plan_resume,
+)
+from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
+
+log = structlog.get_logger(__name__)
+
+ENGINE_BUSY_STATUSES = (429, 503, 529)
+"""Answers of an engine that is alive and has no room: another rank may have."""
+
+
+class Lifecycle:
+    """Sees each request to its one end. Implements `RunOwner` for the runs."""
+
+    def __init__(self, state: ControllerState) -> None:
+        self._state = state
+        self._unplanned: list[RequestRun] = []
+        """Runs that this tick has to place first."""
+        self.num_fenced_tokens = 0
+
+    def take_unplanned(self) -> list[RequestRun]:
+        """The runs that nobody has tried to place yet."""
+        unplanned, self._unplanned = self._unplanned, []
+        return unplanned
+
+    # ---- arrival
+
+    def apply_arrival(self, event: RequestArrived) -> None:
+        """Take a request in, or refuse it."""
+        state, request = self._state, event.request
+        error = self._refusal(request)
+        if error is not None:
+            state.counts.add_request(request.model, Outcome.ERROR)
+            event.stream.on_error(error)
+            return
+        resume = self._resume_plan(request)
+        if resume.kind is ResumeKind.REFUSE:
+            state.counts.add_request(request.model, Outcome.ERROR)
+            event.stream.on_error(refusals.cannot_resume(resume.reason))
+            return
+        pool = state.pool_of_model[request.model]
+        run = RequestRun(
+            request=request,
+            stream=event.stream,
+            pool=pool,
+            router=state.pools[pool].router,
+            journal=state.journal,
+            owner=self,
+            clock=state.clock,
+            time_ns=event.time_ns,
+        )
+        state.journal.open_request(
+            request.request_id,
+            model=request.model,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+        )
+        state.runs.open(run)
+        if resume.kind is ResumeKind.CONTINUE:
+            self._resume(run, resume)
+        else:
+            self._wait(run)
+
+    def _refusal(self, request: InferenceRequest) -> RequestError | None:
+        """Why a request cannot even wait, or `None`."""
+        state = self._state
+        if state.is_closed:
+            return refusals.stopping()
+        pool = state.pool_of_model.get(request.model)
+        if pool is None:
+            return refusals.unknown_model(request.model)
+        if request.request_id in state.runs:
+            return refusals.id_in_use(request.request_id)
+        if not state.can_serve(pool):
+            return refusals.no_engine(request.model)
+        return None
+
+    def _resume_plan(self, request: InferenceRequest) -> ResumePlan:
+        """What the journal has of a request that its client repeats."""
+        if not request.may_resume:
+            return ResumePlan(kind=ResumeKind.NEW)
+        return plan_resume(
+            self._state.journal.read_request(
+                request.request_id, is_known_only=request.num_client_tokens is None
+            ),
+            model=request.model,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            num_client_tokens=request.num_client_tokens,
+        )
+
+    def _resume(self, run: RequestRun, resume: ResumePlan) -> None:
+        """Give the client what the journal has, and go on from there."""
+        journal = self._state.journal
+        request_id = run.request.request_id
+        run.num_attempts = run.num_moves = 1  # the attempt that died with dsched
+        journal.begin_attempt(
+            request_id,
+            attempt_id=self._state.attempt_ids.next_id(),
+            epoch=1,
+            target=RankId(EngineId("journal"), DpRank(0)),
+        )
+        journal.record(request_id, epoch=1, first_index=0, token_ids=resume.output_token_ids)
+        run.num_output_tokens = len(resume.output_token_ids)
+        log.info(
+            "request.resumed",
+            request_id=request_id,
+            num_output_tokens=run.num_output_tokens,
+            is_ended=resume.finish_reason is not None,
+        )
+        run.stream.on_tokens(0, resume.output_token_ids, None)
+        if run.phase is Phase.ENDED:
+            return  # a stop string was among them
+        if resume.finish_reason is not None:
+            self._finish(run, reason=resume.finish_reason, num_cached_tokens=0)
+        else:
+            engine_id = EngineId("journal")
+            self._go_on(run, engine_id=engine_id, reason="repeated by its client", cause="repeated")
+
+    def _wait(self, run: RequestRun) -> None:
+        """Let a run wait for this tick's plan, and longer if no rank has room."""
+        state = self._state
+        now_ns = state.clock.now_ns()
+        limit_ns = state.settings.queue_timeout_ns
+        if run.num_handoffs:
+            limit_ns = state.settings.handoff_deadline_ns
+        state.runs.wait(run, now_ns + limit_ns)
+        if run.recovery is None:
+            self._unplanned.append(run)
+        else:
+            state.pools[run.pool].handoffs.add(run, now_ns)
+
+    # ---- lost attempts
+
+    def on_attempt_failed(self, run: RequestRun, error: DriverError) -> None:
+        """The attempt ended badly: refuse, or let the tick find another rank."""
+        is_lost = isinstance(error, EngineUnreachableError)
+        is_busy = isinstance(error, EngineRefusedError) and error.status in ENGINE_BUSY_STATUSES
+        if not (is_lost or is_busy):
+            self.end_with_error(run, refusals.from_engine(error))
+            return
+        self.fail_attempt(run, reason=str(error), is_engine_lost=is_lost)
+
+    def lose_attempt(self, run: RequestRun, *, reason: str) -> None:
+        """Take a request away from an engine that does not answer: fence, abort, go on."""
+        self._abort_attempt(run)
+        self.fail_attempt(run, reason=reason, is_engine_lost=True)
+
+    def fail_attempt(self, run: RequestRun, *, reason: str, is_engine_lost: bool) -> None:
+        """Let the next tick find another rank."""
+        self._state.push(self._part(run, reason=reason, is_engine_lost=is_engine_lost))
+
+    def move_attempt(self, run: RequestRun) -> None:
+        """Take a request away from an engine that works, to go on elsewhere in this tick."""
+        if run.attempt is None:
+            raise InvariantError(f"request {run.request.request_id} moves without an attempt")
+        self._abort_attempt(run)
+        event = self._part(run, reason="its engine is drained", is_engine_lost=False, is_moved=True)
+        self.apply_attempt_lost(event)
+
+    def _part(
+        self, run: RequestRun, *, reason: str, is_engine_lost: bool, is_moved: bool = False
+    ) -> AttemptLost:
+        """The attempt is over, the request is not: nothing it still says counts."""
+        if run.attempt is None:
+            raise InvariantError(f"request {run.request.request_id} failed without an attempt")
+        self._stop_watching(run)
+        run.phase = Phase.WAITING
+        if run.lost_ns is None:
+            run.lost_ns = self._state.clock.now_ns()
+        self._state.journal.fence_attempt(run.request.request_id)
+        return AttemptLost(
+            request_id=run.request.request_id,
+            engine_id=run.attempt.engine_id,
+            reason=reason,
+            is_engine_lost=is_engine_lost,
+            is_moved=is_moved,
+        )
+
+    def apply_attempt_lost(self, event: AttemptLost) -> None:
+        """Give up, or go on with another rank."""
+        run = self._state.runs.get(event.request_id)
+        if run is None or run.phase is not Phase.WAITING or run.attempt is None:
+            return
+        lost_rank = run.attempt.rank
+        run.num_moves += event.is_moved
+        if run.num_attempts - run.num_moves >= self._state.settings.max_attempts:
+            self.end_with_error(run, refusals.gave_up(run, event))
+            return
+        run.excluded_ranks = tuple(sorted({*run.excluded_ranks, lost_rank}))
+        cause = "engine_lost" if event.is_engine_lost else "engine_busy"
+        self._go_on(
+            run,
+            engine_id=event.engine_id,
+            reason=event.reason,
+            cause="drained" if event.is_moved else cause,
+        )
+
+    def _go_on(self, run: RequestRun, *, engine_id: EngineId, reason: str, cause: str) -> None:
+        """Go on with a request whose attempt was lost, as `plan_recovery` says."""
+        counts = self._state.counts
+        plan = plan_recovery(run.request.sampling, num_output_tokens=run.num_output_tokens)
+        run.recovery = plan
+        counts.recoveries[plan.method] = counts.recoveries.get(plan.method, 0) + 1
+        counts.add_handoff(plan.method.value, cause)
+        if run.num_output_tokens:
+            run.num_handoffs += 1
+            if run.guarantee is not RecoveryGuarantee.CONTINUATION:
+                run.guarantee = plan.guarantee  # once drawn anew, an answer is never exact again
+        log.info(
+            "request.recovered",
+            request_id=run.request.request_id,
+            method=plan.method.value,
+            guarantee=plan.guarantee.value,
+            engine_id=engine_id,
+            reason=reason,
+            num_output_tokens=run.num_output_tokens,
+        )
+        if plan.method is RecoveryMethod.REFUSE:
+            self.end_with_error(run, refusals.cannot_go_on(run, plan, engine_id))
+        elif plan.finish_reason is not None:
+            self._finish(run, reason=plan.finish_reason, num_cached_tokens=0)
+        else:
+            run.expected_token_ids = list(
+                self._state.journal.output_token_ids(run.request.request_id)[
+                    : plan.num_replayed_tokens
+                ]
+            )
+            self._wait(run)
+
+    def on_handed_off(self, run: RequestRun, now_ns: int) -> None:
+        """The first token after a loss: measure what the client saw."""
+        if run.lost_ns is not None and run.recovery is not None and run.num_handoffs:
+            gap = HandoffGap(
+                detect_ns=run.lost_ns - run.token_ns,
+                dispatch_ns=run.dispatch_ns - run.lost_ns,
+                prefill_ns=now_ns - run.dispatch_ns,
+            )
+            self._state.observer.on_handoff(run.recovery.method.value, gap)
+        run.lost_ns = None
+        if run.attempt is not None:
+            self._end_ration(run, run.attempt.attempt_id)
+
+    def _end_ration(self, run: RequestRun, attempt_id: AttemptId) -> None:
+        """The attempt computes nothing again any more: one that waits may have its turn."""
+        if self._state.pools[run.pool].handoffs.end(attempt_id):
+            self._state.host.request_tick()
+
+    # ---- ends
+
+    def on_run_finished(self, run: RequestRun, finish: AttemptFinish) -> None:
+        """The engine ended the request well: tell the client at once."""
+        if finish.reason is FinishReason.ABORT:
+            self.end_with_error(run, refusals.engine_aborted())
+            return
+        if run.expected_token_ids:
+            self.on_replay_differs(run)
+            return
+        self._finish(run, reason=finish.reason, num_cached_tokens=finish.num_cached_tokens)
+
+    def on_replay_differs(self, run: RequestRun) -> None:
+        """A replay gave other tokens than the client has: an honest end is all that is left."""
+        self.end_with_error(run, refusals.replay_differs(run))
+
+    def _finish(self, run: RequestRun, *, reason: FinishReason, num_cached_tokens: int) -> None:
+        """End a request well; counts are those of the request, however many attempts it took."""
+        outcome = Outcome.STOP if reason is FinishReason.STOP else Outcome.LENGTH
+        self._close(run, outcome=outcome)
+        run.stream.on_finish(_finish_of(run, reason=reason, num_cached_tokens=num_cached_tokens))
+
+    def cancel(self, request_id: RequestId) -> RequestFinish | None:
+        """The client went away: its engine is told at once; the booking ends with the attempt."""
+        run = self._state.runs.get(request_id)
+        if run is None:
+            return None
+        self._close(run, outcome=Outcome.CANCELLED)
+        self._abort_attempt(run)
+        return _finish_of(run, reason=FinishReason.STOP, num_cached_tokens=0)
+
+    def end_overdue(self, now_ns: int) -> None:
+        """End what has waited too long for any rank."""
+        while (run := self._state.runs.next_overdue(now_ns)) is not None:
+            if run.num_handoffs:
+                self._state.counts.add_handoff("overdue", "no_room")
+            is_pool_up = self._state.can_serve(run.pool)
+            self.end_with_error(run, refusals.overdue(run, is_pool_up=is_pool_up))
+
+    def end_with_error(self, run: RequestRun, error: RequestError) -> None:
+        """End a request badly."""
+        self._close(run, outcome=Outcome.ERROR)
+        self._abort_attempt(run)
+        log.warning(
+            "request.failed",
+            request_id=run.request.request_id,
+            code=error.code,
+            reason=error.message,
+            num_attempts=run.num_attempts,
+            num_output_tokens=run.num_output_tokens,
+        )
+        run.stream.on_error(error)
+
+    def _close(self, run: RequestRun, *, outcome: Outcome) -> None:
+        """Forget a request. Its booking stays until the engine has let go of it."""
+        state, request_id = self._state, run.request.request_id
+        self._stop_watching(run)
+        state.runs.close(run)
+        if state.runs.stop_waiting(run):
+            run.router.drop_held(request_id)
+            state.pools[run.pool].handoffs.drop(request_id)
+        state.journal.finish(request_id, reason=outcome.value)
+        state.counts.add_request(run.request.model, outcome)
+
+    # ---- attempts
+
+    def _stop_watching(self, run: RequestRun) -> None:
+        if run.attempt is not None:
+            attempt_id = run.attempt.attempt_id
+            self._state.runs.end_attempt(attempt_id)
+            self._end_ration(run, attempt_id)
+            if self._state.watch is not None:
+                self._state.watch.end(attempt_id)
+
+    def _abort_attempt(self, run: RequestRun) -> None:
+        attempt = run.attempt
+        if attempt is not None and attempt.attempt_id in self._state.router_of_attempt:
+            self._state.drivers[attempt.engine_id].abort(attempt.attempt_id)
+
+    def on_attempt_released(self, attempt_id: AttemptId) -> None:
+        """The engine holds nothing of this attempt any more."""
+        router = self._state.router_of_attempt.pop(attempt_id, None)
+        if router is not None:
+            router.release(attempt_id)
+            if router.num_held:
+                self._state.host.request_tick()
+
+
+def _finish_of(run: RequestRun, *, reason: FinishReason, num_cached_tokens: int) -> RequestFinish:
+    num_prompt_tokens = len(run.request.prompt_token_ids)
+    return RequestFinish(
+        reason=reason,
+        num_prompt_tokens=num_prompt_tokens,
+        num_output_tokens=run.num_output_tokens,
+        num_cached_tokens=min(num_cached_tokens, num_prompt_tokens),
+        num_handoffs=run.num_handoffs,
+        guarantee=run.guarantee.value if run.guarantee else None,
+    )

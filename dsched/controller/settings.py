@@ -1,0 +1,36 @@
+"""Limits of the controller; units in the names."""
+
+from dataclasses import dataclass
+
+from dsched.faults.progress import ProgressLimits
+from dsched.faults.spare import SpareMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSettings:
+    """What an operator can set, in nanoseconds, tokens and requests."""
+
+    max_attempts: int = 3
+    """Ranks that a request is tried on. Fewer: a second failure ends it. More: a request that
+    kills engines kills more of them."""
+    max_held_requests: int = 4_096
+    """Requests that wait for a rank; more are refused with 429."""
+    max_hold_ns: int = 10_000_000_000
+    """Wait for room, after which a request goes to the least loaded rank, room or not."""
+    queue_timeout_ns: int = 120_000_000_000
+    """Wait for any rank at all, after which a request ends with 503."""
+    handoff_deadline_ns: int = 60_000_000_000
+    """The same for a request that lost its engine in the middle of its answer."""
+    request_cost_ns: float = 200_000.0
+    kv_token_cost_ns: float = 26.0
+    router_index: int = 0
+    """Number of this process among the dsched processes over the same engines."""
+    progress: ProgressLimits | None = None
+    """How long what may stand still before it counts as frozen; `None` does not look."""
+    reprefill_tokens_per_rank: int | None = None
+    """Prompt tokens of lost requests computed again at once, for each rank that is up; `None`: no
+    ration. See `dsched.faults.ration`."""
+    spare: SpareMode = "none"
+    """`n-1` keeps room for the loss of a pool's largest EP group. See `dsched.faults.spare`."""
+    is_validating: bool = False
+    """Check every invariant after each tick."""

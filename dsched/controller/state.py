@@ -1,0 +1,131 @@
+"""What the parts of one controller share: the cluster, the open requests, and how to reach both.
+
+Each part (`engines`, `withdrawal`, `lifecycle`, `dispatch`) changes its own piece of it by the
+pieces' methods; none of them knows the controller.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from dsched.clock import Clock
+from dsched.controller.events import Event
+from dsched.controller.host import TickHost
+from dsched.controller.observer import ControllerObserver
+from dsched.controller.pools import make_pool
+from dsched.controller.runs import RunTable
+from dsched.controller.settings import ControllerSettings
+from dsched.drivers.base import Driver
+from dsched.drivers.wire import RankReport
+from dsched.faults import Membership, PoolSpec, RecoveryMethod, TokenJournal
+from dsched.faults.progress import ProgressWatch
+from dsched.ids import AttemptId, AttemptIds, EngineId, RankId
+from dsched.routing import DecodeRouter
+from dsched.states import RankState
+
+
+class Outcome(StrEnum):
+    """How requests ended; label of a metric."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counted since the start."""
+
+    dispatched: dict[RankId, int] = field(default_factory=dict)
+    requests: dict[tuple[str, Outcome], int] = field(default_factory=dict)
+    recoveries: dict[RecoveryMethod, int] = field(default_factory=dict)
+    handoffs: dict[tuple[str, str], int] = field(default_factory=dict)
+    """By method and by what made it necessary; labels of a metric."""
+    unknown_reports: int = 0
+
+    def add_request(self, model: str, outcome: Outcome) -> None:
+        key = (model, outcome)
+        self.requests[key] = self.requests.get(key, 0) + 1
+
+    def add_handoff(self, method: str, cause: str) -> None:
+        key = (method, cause)
+        self.handoffs[key] = self.handoffs.get(key, 0) + 1
+
+
+class ControllerState:
+    """One controller's knowledge. One thread owns it."""
+
+    def __init__(
+        self,
+        *,
+        pools: Iterable[PoolSpec],
+        drivers: Mapping[EngineId, Driver],
+        journal: TokenJournal,
+        clock: Clock,
+        host: TickHost,
+        attempt_ids: AttemptIds,
+        settings: ControllerSettings,
+        observer: ControllerObserver,
+    ) -> None:
+        """Start with every engine down.
+
+        Raises:
+            ValueError: pools or engines that do not go together, or not every engine has a driver.
+        """
+        self.settings = settings
+        self.clock = clock
+        self.host = host
+        self.journal = journal
+        self.attempt_ids = attempt_ids
+        self.observer = observer
+        self.membership = Membership(pools)
+        self.drivers = dict(drivers)
+        missing = sorted(set(self.membership.engines) ^ set(self.drivers))
+        if missing:
+            raise ValueError(f"engines and drivers do not match: {', '.join(missing)}")
+        self.pools = {
+            name: make_pool(self.membership.pools[name], settings)
+            for name in sorted(self.membership.pools)
+        }
+        """By name, in order of names."""
+        self.pool_of_model = {pool.model: name for name, pool in self.membership.pools.items()}
+        self.runs = RunTable()
+        self.watch = ProgressWatch(settings.progress) if settings.progress else None
+        self.router_of_attempt: dict[AttemptId, DecodeRouter] = {}
+        """Attempts that an engine may still hold something for."""
+        self.last_reports: dict[RankId, RankReport] = {}
+        self.counts = Counters()
+        self.events: list[Event] = []
+        """Facts that wait for the next tick."""
+        self.is_closed = False
+
+    def push(self, event: Event) -> None:
+        """Let a fact wait for the next tick, soon."""
+        self.events.append(event)
+        self.host.request_tick()
+
+    def can_serve(self, pool: str) -> bool:
+        """Whether a request of the pool may find a rank now."""
+        return any(
+            record.state in (RankState.UP, RankState.SUSPECT)
+            for record in self.membership.engines.values()
+            if record.pool == pool
+        )
+
+    def num_ranks_up(self, pool: str) -> int:
+        members = self.membership.up_engines(pool)
+        return sum(
+            member.rank_state(rank_id.dp_rank) is RankState.UP
+            for member in members
+            for rank_id in member.rank_ids()
+        )
+
+    def sync_group(self, engine_id: EngineId) -> None:
+        """Give every rank of an EP group its state: the group is the failure domain."""
+        for member in self.membership.group_of(engine_id):
+            router = self.pools[member.pool].router
+            for rank_id in member.rank_ids():
+                rank = router.index_of(rank_id)
+                if rank is not None:
+                    router.set_rank_state(rank, member.rank_state(rank_id.dp_rank))
