@@ -170,6 +170,15 @@ class LaunchConfig(Section, frozen=True, kw_only=True):
     """Further command-line arguments for each engine, as a YAML list."""
     python: str | None = None
     """Interpreter of the environment that has the engine; default: the one dsched runs in."""
+    data_parallel_size: Annotated[int, Meta(ge=1, le=4_096)] = 1
+    """DP ranks of each `vllm` engine. More than the machine has devices or memory for: they fail to
+    start."""
+    expert_parallel: bool = False
+    """Let the DP ranks of an engine share one set of experts: an EP group, which fails as a
+    whole."""
+    load_balancer: Literal["internal", "external"] = "internal"
+    """One server in front of an engine's DP ranks, or one for each of them. dsched chooses the rank
+    in both."""
 
 
 class SimConfig(Section, frozen=True, kw_only=True):
@@ -327,6 +336,21 @@ class RegistryConfig(Section, frozen=True, kw_only=True):
     Default: plain HTTP."""
 
 
+class TraceConfig(Section, frozen=True, kw_only=True):
+    """The decision trace that `dsched explain` and `dsched replay` read; counts only, no text."""
+
+    enabled: bool = True
+    """Keep the last decisions in memory, for `dsched explain`."""
+    ring_records: Annotated[int, Meta(ge=256, le=1 << 24)] = 65_536
+    """Records kept, about four for each request. Below: requests are forgotten soon. Above:
+    memory, some 300 bytes a record and more with many DP ranks."""
+    file: str | None = None
+    """Record every decision into this file from the start, for `dsched replay`; a file that is
+    there is kept as `FILE.old`. Default: only on `dsched trace start`."""
+    max_file_mb: PositiveInt = 4_096
+    """Size at which recording to a file ends, in megabytes. Above: the disk fills."""
+
+
 class MetricsConfig(Section, frozen=True, kw_only=True):
     """What `/metrics` shows."""
 
@@ -369,6 +393,7 @@ class Config(Section, frozen=True, kw_only=True):
     agent: AgentConfig = AgentConfig()
     journal: JournalConfig = JournalConfig()
     registry: RegistryConfig = RegistryConfig()
+    trace: TraceConfig = TraceConfig()
     metrics: MetricsConfig = MetricsConfig()
     logging: LoggingConfig = LoggingConfig()
     debug: DebugConfig = DebugConfig()

@@ -254,6 +254,11 @@ def _check_launch(config: Config) -> None:
         return
     if launch.engine != "sim" and not launch.model:
         raise ConfigError(f"$.launch.model: engine {launch.engine!r} needs a model folder")
+    if launch.engine == "sim" and launch.data_parallel_size > 1:
+        raise ConfigError(
+            f"$.launch.data_parallel_size: {launch.data_parallel_size} is for real engines; "
+            "simulated ones take $.sim.num_dp_ranks"
+        )
 
 
 # -- engines ---------------------------------------------------------------------------------------

@@ -6,17 +6,43 @@ from pathlib import Path
 import pytest
 
 from dsched.testing.etcd_nodes import NO_ETCD, EtcdNodes, is_etcd_there, running_etcd
-from dsched.testing.vllm_engines import TinyEngines, is_vllm_there, running_engines
+from dsched.testing.vllm_engines import (
+    GROUP_ARGS,
+    NO_VLLM,
+    TinyEngines,
+    is_vllm_there,
+    running_engines,
+)
 
 STATE_DIR = Path(__file__).parents[1] / ".dsched" / "tests"
+VLLM_PLUGIN = Path(__file__).parent / "vllm" / "plugin"
+"""Lets vLLM's CPU build run an EP group; see the module there."""
+
+collect_ignore = ["vllm/plugin"]  # of the engine's environment, not ours
 
 
 @pytest.fixture(scope="session")
 def vllm_engines() -> Iterator[TinyEngines]:
     """One vLLM server with dsched's scheduler over the tiny model."""
     if not is_vllm_there():
-        pytest.skip("no vLLM environment; run `make .venv-vllm/.ready`")
+        pytest.skip(NO_VLLM)
     with running_engines(num_engines=1, state_dir=STATE_DIR) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="session")
+def vllm_group() -> Iterator[TinyEngines]:
+    """One vLLM server with two DP ranks that share their experts. `tests/vllm/test_wide_ep.py`
+    kills it at its end."""
+    if not is_vllm_there():
+        pytest.skip(NO_VLLM)
+    with running_engines(
+        num_engines=1,
+        state_dir=STATE_DIR,
+        name="group",
+        args=GROUP_ARGS,
+        variables={"PYTHONPATH": str(VLLM_PLUGIN)},
+    ) as engines:
         yield engines
 
 

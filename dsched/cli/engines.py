@@ -13,10 +13,12 @@ from dsched.config import Config, EngineConfig, PoolConfig, SimConfig
 from dsched.controller import EngineSpec, PoolSpec
 from dsched.costs.affine import AffineStepCost
 from dsched.drivers.base import Driver
+from dsched.drivers.local import LocalEngine, free_port
 from dsched.drivers.reports import ReportReader
 from dsched.drivers.vllm.driver import VllmDriver
-from dsched.drivers.vllm.launcher import LocalEngine, launch_vllm_engine, make_tiny_model
-from dsched.drivers.vllm.watch import EngineHints
+from dsched.drivers.vllm.launcher import launch_vllm_engine, make_tiny_model
+from dsched.drivers.vllm.parallel import ServerPlan, plan_servers
+from dsched.drivers.watch import EngineHints
 from dsched.errors import ConfigError
 from dsched.frontdoor.models import ServedModel, load_model
 from dsched.frontdoor.renderer import TemplateRenderer
@@ -193,24 +195,39 @@ class FleetBuilder:
         folder = await self._model_folder(launch.model)
         name = folder.name
         specs = []
-        for index in range(launch.replicas):
-            engine_id = EngineId(f"vllm-{index}")
+        for server in self._plan_vllm_servers():
             local = await launch_vllm_engine(
                 folder,
-                engine_id=engine_id,
+                engine_id=server.engine_id,
                 agent_endpoint=self._reports.endpoint,
                 state_dir=Path(self._config.state_dir),
                 served_model_name=name,
-                extra_args=launch.args,
+                extra_args=(*server.args, *launch.args),
                 python=launch.python,
                 step_budget_ms=self._config.scheduler.step_budget_ms,
             )
             self.fleet.local_engines.append(local)
             local.watch(_log_death)
-            self._add_vllm(engine_id, EngineConfig(url=local.url), model=name)
-            specs.append(EngineSpec(engine_id=engine_id, model=name))
+            self._add_vllm(server.engine_id, EngineConfig(url=local.url), model=name)
+            specs.append(
+                EngineSpec(engine_id=server.engine_id, model=name, ep_group=server.ep_group)
+            )
         self.fleet.models[name] = load_model(name, folder)
         return PoolSpec(name=LAUNCH_POOL, model=name, engines=tuple(specs))
+
+    def _plan_vllm_servers(self) -> list[ServerPlan]:
+        launch = self._config.launch
+        return [
+            server
+            for index in range(launch.replicas)
+            for server in plan_servers(
+                EngineId(f"vllm-{index}"),
+                num_dp_ranks=launch.data_parallel_size,
+                is_expert_parallel=launch.expert_parallel,
+                load_balancer=launch.load_balancer,
+                rpc_port=free_port(),
+            )
+        ]
 
     async def _model_folder(self, stated: str) -> Path:
         if stated != TINY_MODEL or Path(stated).is_dir():

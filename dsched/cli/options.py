@@ -28,6 +28,8 @@ SHORT_FLAGS = {
     "launch.engine": "--engine",
     "launch.model": "--model",
     "launch.replicas": "--replicas",
+    "launch.data_parallel_size": "--data-parallel-size",
+    "launch.expert_parallel": "--enable-expert-parallel",
     "routing.policy": "--policy",
     "logging.level": "--log-level",
 }
@@ -49,7 +51,8 @@ def split_boolean_values(args: list[str]) -> list[str]:
     >>> split_boolean_values(["--metrics-process=off", "--seed=0", "--", "--metrics-process=off"])
     ['--no-metrics-process', '--seed=0', '--', '--metrics-process=off']
     """
-    flags = {key.flag for key in config_keys() if key.is_boolean}
+    booleans = [key for key in config_keys() if key.is_boolean]
+    flags = {key.flag for key in booleans} | {SHORT_FLAGS.get(key.dotted) for key in booleans}
     end = args.index("--") if "--" in args else len(args)
     rewritten = []
     for arg in args[:end]:
@@ -111,7 +114,7 @@ def _parameter_of(key: Key) -> inspect.Parameter:
     if key.dotted in SHORT_FLAGS:
         names.append(SHORT_FLAGS[key.dotted])
     if key.is_boolean:
-        names = [f"{key.flag}/--no-{key.flag[2:]}"]
+        names = [f"{name}/--no-{name[2:]}" for name in names]
     option = typer.Option(
         *names,
         help=_help_of(key),

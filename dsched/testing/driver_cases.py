@@ -1,7 +1,7 @@
 """One started driver for each kind of engine, behind one face, for the conformance tests.
 
 `sim` is the simulator on wall time, `double` vLLM's driver over a stand-in server, `vllm` the same
-driver over a real one.
+driver over a real one, `vllm-group` over a real EP group of two DP ranks.
 """
 
 import asyncio

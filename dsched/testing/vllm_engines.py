@@ -6,7 +6,7 @@ launcher ends, and the kernel ends it if Python dies.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -14,16 +14,12 @@ from typing import Any, Final
 import msgspec
 
 from dsched.drivers.http import HttpPool
-from dsched.drivers.vllm.launcher import (
-    LocalEngine,
-    find_vllm_python,
-    free_port,
-    launch_vllm_engine,
-    make_tiny_model,
-)
+from dsched.drivers.local import LocalEngine, free_port
+from dsched.drivers.vllm.launcher import find_vllm_python, launch_vllm_engine, make_tiny_model
 from dsched.errors import ConfigError, DriverError
 from dsched.ids import EngineId
 
+NO_VLLM: Final = "no vLLM environment; run `make .venv-vllm/.ready`"
 MODEL_NAME: Final = "tiny"
 MAX_MODEL_LEN: Final = 1_024
 MAX_RUNNING: Final = 64
@@ -35,6 +31,11 @@ ENGINE_ARGS: Final = (
 )
 """float32: with bfloat16 the batch a request shares changes its logits by up to 1 %, and greedy
 answers with it."""
+GROUP_ARGS: Final = (
+    *ENGINE_ARGS,
+    *("--data-parallel-size", "2", "--enable-expert-parallel", "--api-server-count", "1"),
+)
+"""Two DP ranks that share one set of experts. On a CPU vLLM needs the tests' plug-in for it."""
 
 
 class TinyEngines:
@@ -60,9 +61,17 @@ def is_vllm_there() -> bool:
 
 @contextmanager
 def running_engines(
-    *, num_engines: int, state_dir: Path, name: str = "vllm", args: Sequence[str] = ENGINE_ARGS
+    *,
+    num_engines: int,
+    state_dir: Path,
+    name: str = "vllm",
+    args: Sequence[str] = ENGINE_ARGS,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[TinyEngines]:
-    """Start servers, wait until each has answered a request, and stop them at the end."""
+    """Start servers, wait until each has answered a request, and stop them at the end.
+
+    `variables` are put on top of the servers' environment.
+    """
     engines: list[LocalEngine] = []
     endpoint = f"tcp://127.0.0.1:{free_port()}"
 
@@ -76,6 +85,7 @@ def running_engines(
                 state_dir=state_dir,
                 served_model_name=MODEL_NAME,
                 extra_args=args,
+                variables=variables,
             )
             engines.append(engine)
         await asyncio.gather(*(wait_until_ready(engine) for engine in engines))

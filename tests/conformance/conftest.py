@@ -14,17 +14,19 @@ from dsched.registry import Registry, open_registry
 from dsched.registry.sqlite import SqliteRegistry
 from dsched.testing.driver_cases import DriverCase, open_case
 from dsched.testing.etcd_nodes import EtcdNodes
-from dsched.testing.vllm_engines import TinyEngines, is_vllm_there, running_engines
+from dsched.testing.vllm_engines import NO_VLLM, TinyEngines, is_vllm_there, running_engines
 
 STATE_DIR = Path(__file__).parents[2] / ".dsched" / "tests"
 KINDS = ["sim", "double", pytest.param("vllm", marks=pytest.mark.vllm)]
+ENGINES = {"vllm": "vllm_engines", "vllm-group": "vllm_group"}
+"""Fixture of the real engines of each kind."""
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, pytest.param("vllm-group", marks=pytest.mark.vllm)])
 def engine_source(request: pytest.FixtureRequest) -> tuple[str, TinyEngines | None]:
     """The kind of engine; real ones are started here, outside of the test's event loop."""
-    engines = request.getfixturevalue("vllm_engines") if request.param == "vllm" else None
-    return request.param, engines
+    fixture = ENGINES.get(request.param)
+    return request.param, None if fixture is None else request.getfixturevalue(fixture)
 
 
 @pytest.fixture(params=KINDS)
@@ -33,7 +35,7 @@ def mortal_source(request: pytest.FixtureRequest) -> Iterator[tuple[str, TinyEng
     if request.param != "vllm":
         yield request.param, None
     elif not is_vllm_there():
-        pytest.skip("no vLLM environment; run `make .venv-vllm/.ready`")
+        pytest.skip(NO_VLLM)
     else:
         with running_engines(num_engines=1, state_dir=STATE_DIR, name="mortal") as engines:
             yield request.param, engines

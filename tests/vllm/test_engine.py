@@ -2,17 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 
 import pytest
-import zmq
 
 from dsched.drivers.http import HttpPool
 from dsched.drivers.reports import ReportReader
 from dsched.drivers.vllm import VllmDriver
 from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams
 from dsched.ids import AttemptIds
+from dsched.testing.hostile import hostile_dsched, receive
 from dsched.testing.recorders import RecordingListener, RecordingSink
 from dsched.testing.vllm_engines import TinyEngines, complete
 
@@ -21,10 +20,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPT = tuple(range(30, 70))
 
 
+@pytest.fixture(params=["vllm_engines", "vllm_group"])
+def served(request: pytest.FixtureRequest) -> TinyEngines:
+    """One server: of one rank, and of an EP group."""
+    engines: TinyEngines = request.getfixturevalue(request.param)
+    return engines
+
+
 @pytest.fixture
-async def pool(vllm_engines: TinyEngines) -> AsyncIterator[HttpPool]:
+async def pool(served: TinyEngines) -> AsyncIterator[HttpPool]:
     """A way to ask the server without dsched."""
-    pool = HttpPool(vllm_engines.engines[0].url)
+    pool = HttpPool(served.engines[0].url)
     yield pool
     pool.close()
 
@@ -38,22 +44,6 @@ async def answers(pool: HttpPool, num_requests: int = 8) -> list[list[int]]:
     return [choice["token_ids"] for choice in choices]
 
 
-@contextmanager
-def hostile_dsched(endpoint: str, **options: int) -> Iterator[zmq.Socket]:
-    """Something else where dsched should be."""
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    router.sndhwm = 10
-    for name, value in options.items():
-        setattr(router, name, value)
-    router.bind(endpoint)
-    try:
-        yield router
-    finally:
-        context.destroy(linger=0)
-
-
 async def test_engine_serves_without_dsched(pool: HttpPool) -> None:
     """Nobody listens at the endpoint; the agent waits, the engine does not."""
     first = await answers(pool)
@@ -62,39 +52,58 @@ async def test_engine_serves_without_dsched(pool: HttpPool) -> None:
     assert all(len(each) == 40 for each in first)
 
 
-async def test_engine_serves_while_dsched_is_stuck(
-    pool: HttpPool, vllm_engines: TinyEngines
-) -> None:
+async def test_engine_serves_while_dsched_is_stuck(pool: HttpPool, served: TinyEngines) -> None:
     """A dsched that accepts and never reads fills a bounded queue, and no step waits for it."""
     expected = await answers(pool)
-    with hostile_dsched(vllm_engines.agent_endpoint, rcvhwm=1, rcvbuf=2_048):
+    with hostile_dsched(served.agent_endpoint, rcvhwm=1, rcvbuf=2_048):
         await asyncio.sleep(2.5)
         rounds = [await answers(pool) for _ in range(6)]
 
     assert rounds == [expected] * 6
 
 
-async def test_engine_serves_while_garbage_comes_from_dsched(
-    pool: HttpPool, vllm_engines: TinyEngines
+async def test_engine_serves_while_dsched_dies_again_and_again(
+    pool: HttpPool, served: TinyEngines
 ) -> None:
-    """Bytes that are no command are counted by the agent and change nothing."""
+    """Its connections break amid reports; the answers are the same, and agents come back."""
     expected = await answers(pool)
-    with hostile_dsched(vllm_engines.agent_endpoint) as router:
-        identity = (await recv(router))[0]
+    rounds = []
+    for _ in range(4):
+        with hostile_dsched(served.agent_endpoint) as router:
+            await receive(router)
+            running = asyncio.create_task(answers(pool))
+            await receive(router)
+        rounds.append(await running)
+
+    assert rounds == [expected] * 4
+
+
+async def test_engine_serves_while_garbage_comes_from_dsched(
+    pool: HttpPool, served: TinyEngines
+) -> None:
+    """Bytes that are no command are counted by every agent and change nothing."""
+    expected = await answers(pool)
+    with hostile_dsched(served.agent_endpoint) as router:
+        num_ranks = 2 if served.engines[0].engine_id.startswith("group") else 1
+        identities: dict[bytes, None] = {}
+        while len(identities) < num_ranks:
+            identities[(await receive(router))[0]] = None
         for index in range(200):
-            router.send_multipart([identity, bytes([index % 256]) * (index + 1)])
+            for identity in identities:
+                router.send_multipart([identity, bytes([index % 256]) * (index + 1)])
         rounds = [await answers(pool) for _ in range(2)]
-        message = await recv(router)
+        heard: set[bytes] = set()
+        while len(heard) < num_ranks:
+            heard.add((await receive(router))[0])
 
     assert rounds == [expected] * 2
-    assert message[0] == identity
+    assert heard == set(identities)
 
 
-async def test_reports_come_back_with_a_new_dsched(
-    pool: HttpPool, vllm_engines: TinyEngines
-) -> None:
+async def test_reports_come_back_with_a_new_dsched(vllm_engines: TinyEngines) -> None:
     """After all that, a real dsched hears of every step again."""
     engine = vllm_engines.engines[0]
+    pool = HttpPool(engine.url)
     reports = ReportReader(endpoint=vllm_engines.agent_endpoint)
     reports.start()
     driver = VllmDriver(engine_id=engine.engine_id, url=engine.url, reports=reports)
@@ -115,6 +124,7 @@ async def test_reports_come_back_with_a_new_dsched(
     assert 4 * 39 <= sum(each.num_step_tokens for each in steps) <= 4 * (40 + 39)
     assert all(0 < each.step_ns < 60_000_000_000 for each in steps)
     assert sum(reports.drops.values()) == 0
+    pool.close()
     driver.close()
     reports.close()
 
@@ -207,12 +217,3 @@ def decode(engines: TinyEngines, token_ids: list[int]) -> str:
 
     tokenizer = Tokenizer.from_file(str(engines.model_path / "tokenizer.json"))
     return str(tokenizer.decode(token_ids))
-
-
-async def recv(router: zmq.Socket) -> list[bytes]:
-    async with asyncio.timeout(10):
-        while True:
-            try:
-                return router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                await asyncio.sleep(0.005)

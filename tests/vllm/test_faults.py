@@ -4,20 +4,14 @@ Both faults hit one engine's whole process group, in one `dsched run` of this fi
 starts in all; the engines of other tests are not touched). The freeze comes first, because its
 engine comes back; the kill is the end.
 
-Answers are compared for prompts whose best token leads at every position by far more than rounding
-(`MIN_LEAD`): going on from prompt and emitted tokens prefills what was decoded before, which rounds
-differently.
+Compared are sure answers (`dsched.testing.live_run`): going on from prompt and emitted tokens
+prefills what was decoded before, which rounds differently.
 """
 
 import asyncio
-import contextlib
 import json
 import multiprocessing
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -27,8 +21,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dsched.drivers.vllm.launcher import free_port
-from dsched.testing.vllm_engines import ENGINE_ARGS, is_vllm_there
+from dsched.testing.live_run import (
+    LiveRun,
+    read_samples,
+    running_dsched,
+    signal_group,
+    sure_answers,
+)
+from dsched.testing.vllm_engines import ENGINE_ARGS, NO_VLLM, is_vllm_there
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -37,9 +37,6 @@ NUM_TOKENS = 800
 """Long enough that a busy machine's client sees every stream live before the first one ends."""
 KV_TOKENS_BEFORE_FAULT = 24
 """Mean prompt and answer of the victim's streams when the fault comes; prompts have under 20."""
-MIN_LEAD = 1e-3
-"""Of the best token's logprob over the second: about 100 times the rounding of float32 here."""
-READY_TIMEOUT_S = 400
 DECODE_TIMEOUT_S = 3.0
 """The default progress timeout, which `dsched run` uses here."""
 WORDS = [
@@ -59,15 +56,6 @@ WORDS = [
     "of",
     "prompt",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """A running `dsched run` and its engines."""
-
-    url: str
-    engines: dict[str, tuple[str, int]]
-    """Address and process group by engine id."""
 
 
 @dataclass(slots=True)
@@ -104,81 +92,25 @@ class Stream:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     """`dsched run` with two engines of its own."""
     if not is_vllm_there():
-        pytest.skip("no vLLM environment; run `make .venv-vllm/.ready`")
-    state_dir = tmp_path_factory.mktemp("faults")
-    log_path = state_dir / "dsched.log"
-    port = free_port()
-    command = [
-        *(sys.executable, "-m", "dsched.cli.main", "run"),
-        *("--engine", "vllm", "--model", "tiny", "--replicas", "2"),
-        *("--port", str(port), "--admin-port", str(free_port())),
-        *("--agent-endpoint", f"tcp://127.0.0.1:{free_port()}"),
-        *("--state-dir", str(state_dir), "--logging-format", "json"),
-        *("--launch-args", json.dumps(ENGINE_ARGS)),
-    ]
-    with log_path.open("wb") as log_file:
-        process = subprocess.Popen(command, stdout=log_file, stderr=log_file)
-    url = f"http://127.0.0.1:{port}"
-    groups: list[int] = []
-    try:
-        deadline_s = time.monotonic() + READY_TIMEOUT_S
-        while asyncio.run(num_up(url)) < 2:
-            assert process.poll() is None, log_path.read_text(errors="replace")[-3_000:]
-            assert time.monotonic() < deadline_s, log_path.read_text(errors="replace")[-3_000:]
-            time.sleep(1)
-        lines = log_path.read_text(errors="replace").splitlines()
-        started = [json.loads(line) for line in lines if '"engine.started"' in line]
-        groups += [each["pid"] for each in started]
-        yield Running(
-            url=url,
-            engines={
-                each["engine_id"]: (f"http://127.0.0.1:{each['port']}", each["pid"])
-                for each in started
-            },
-        )
-    finally:
-        for group in groups:  # a stopped process does not hear SIGTERM
-            signal_group(group, signal.SIGCONT)
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        pytest.skip(NO_VLLM)
+    args = ("--engine", "vllm", "--model", "tiny", "--replicas", "2")
+    engine_args = ("--launch-args", json.dumps(ENGINE_ARGS))
+    with running_dsched(
+        (*args, *engine_args), state_dir=tmp_path_factory.mktemp("faults"), num_engines=2
+    ) as run:
+        yield run
 
 
-def signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
-
-
-async def metrics(url: str) -> str:
-    timeout = aiohttp.ClientTimeout(total=5)
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.get(f"{url}/metrics") as answer,
-        ):
-            return await answer.text()
-    except (aiohttp.ClientError, TimeoutError):
-        return ""
-
-
-async def num_up(url: str) -> int:
-    return len(re.findall(r'dsched_worker_state\{.*state="up"\} 1', await metrics(url)))
-
-
-async def gap_counts(url: str, part: str) -> dict[float, int]:
+async def gap_counts(run: LiveRun, part: str) -> dict[float, int]:
     """Handoffs whose `part` took at most so many seconds."""
-    text = await metrics(url)
-    found = re.findall(r"dsched_handoff_gap_seconds_bucket\{(.*)\} ([0-9.e+]+)", text)
+    samples = await run.samples("dsched_handoff_gap_seconds_bucket")
     return {
-        float(re.findall(r'le="([^"]*)"', labels)[0]): int(float(count))
-        for labels, count in found
-        if f'part="{part}"' in labels
+        float(dict(labels)["le"]): int(value)
+        for labels, value in samples.items()
+        if ("part", part) in labels
     }
 
 
@@ -187,58 +119,16 @@ def make_prompt(number: int) -> str:
     return " ".join([str(number), *words])
 
 
-async def held_up_s(url: str) -> float:
+async def held_up_s(run: LiveRun) -> float:
     """Time in which dsched itself did not run."""
-    found = re.search(r"^dsched_held_up_seconds_total (.*)$", await metrics(url), re.M)
-    assert found is not None
-    return float(found[1])
+    return (await run.samples("dsched_held_up_seconds_total"))[()]
 
 
-async def expected_answers(running: Running) -> dict[str, str]:
+async def expected_answers(run: LiveRun) -> dict[str, str]:
     """Prompts and the engines' own undisturbed greedy answers, sure ones only."""
-    url = next(iter(running.engines.values()))[0]
-    found: dict[str, str] = {}
-    # A connection each: vLLM closes idle ones after 5 s, about as long as a batch takes.
-    connector = aiohttp.TCPConnector(force_close=True)
-    async with aiohttp.ClientSession(connector=connector) as session:
-        for start in range(0, 1_000, 8):
-            prompts = [
-                " ".join(
-                    [str(start + index), *(WORDS[(index * 3 + at) % len(WORDS)] for at in range(6))]
-                )
-                for index in range(8)
-            ]
-            choices = await asyncio.gather(*(ask_engine(session, url, each) for each in prompts))
-            for prompt, choice in zip(prompts, choices, strict=True):
-                if smallest_lead(choice) >= MIN_LEAD and len(found) < NUM_STREAMS:
-                    found[prompt] = choice["text"]
-            if len(found) == NUM_STREAMS:
-                return found
-    pytest.fail(f"only {len(found)} prompts with sure answers")
-
-
-async def ask_engine(session: aiohttp.ClientSession, url: str, prompt: str) -> dict[str, Any]:
-    body = {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": 2,
-        "return_tokens_as_token_ids": True,
-    }
-    async with session.post(f"{url}/v1/completions", json=body) as answer:
-        assert answer.status == 200, await answer.text()
-        choice: dict[str, Any] = (await answer.json())["choices"][0]
-        return choice
-
-
-def smallest_lead(choice: dict[str, Any]) -> float:
-    leads = []
-    for top in choice["logprobs"]["top_logprobs"]:
-        best, second, *_ = sorted(top.values(), reverse=True)
-        leads.append(best - second)
-    return min(leads)
+    url = next(iter(run.engines.values())).url
+    prompts = map(make_prompt, range(1_000))
+    return await sure_answers(url, prompts, NUM_STREAMS, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: str, stream: Stream) -> None:
@@ -268,7 +158,7 @@ class Saboteur:
     a busy machine, and would see them live when they have ended.
     """
 
-    def __init__(self, running: Running, number: signal.Signals) -> None:
+    def __init__(self, running: LiveRun, number: signal.Signals) -> None:
         context = multiprocessing.get_context("fork")
         self._victim = context.SimpleQueue()
         self._process = context.Process(
@@ -284,7 +174,7 @@ class Saboteur:
         return str(self._victim.get())
 
 
-def sabotage(running: Running, number: signal.Signals, victims: Any) -> None:  # noqa: ANN401
+def sabotage(running: LiveRun, number: signal.Signals, victims: Any) -> None:  # noqa: ANN401
     """Wait until the streams of one engine are some tokens long, then hit it."""
 
     def look() -> tuple[dict[str, int], dict[str, int]]:
@@ -305,20 +195,18 @@ def sabotage(running: Running, number: signal.Signals, victims: Any) -> None:  #
         ):
             break
         time.sleep(0.005)
-    signal_group(running.engines[victim][1], number)
+    signal_group(running.engines[victim].pid, number)
     victims.put(victim)
 
 
 def read_ranks(text: str, name: str) -> dict[str, int]:
     """The values of a metric of ranks, by engine."""
-    found = re.findall(rf"dsched_rank_{name}\{{(.*)\}} ([0-9.e+]+)", text)
-    return {
-        re.findall(r'engine="([^"]*)"', labels)[0]: int(float(value)) for labels, value in found
-    }
+    samples = read_samples(text, f"dsched_rank_{name}")
+    return {dict(labels)["engine"]: int(value) for labels, value in samples.items()}
 
 
 async def run_streams(
-    running: Running, expected: dict[str, str], signal_number: signal.Signals
+    running: LiveRun, expected: dict[str, str], signal_number: signal.Signals
 ) -> tuple[list[Stream], str]:
     """Send all prompts, let one engine be hit amid them, and let them end; return the streams and
     the engine."""
@@ -345,7 +233,7 @@ def check(streams: list[Stream], expected: dict[str, str]) -> int:
     return len(continued)
 
 
-async def test_a_frozen_engine_costs_a_pause_and_adds_no_token(running: Running) -> None:
+async def test_a_frozen_engine_costs_a_pause_and_adds_no_token(running: LiveRun) -> None:
     """SIGSTOP: noticed within the progress timeout and a second; SIGCONT: nothing foreign."""
     expected = await expected_answers(running)
 
@@ -354,13 +242,13 @@ async def test_a_frozen_engine_costs_a_pause_and_adds_no_token(running: Running)
         num_continued = check(streams, expected)
         if num_continued:
             break
-        signal_group(running.engines[victim][1], signal.SIGCONT)
+        signal_group(running.engines[victim].pid, signal.SIGCONT)
         await asyncio.sleep(15)
     assert num_continued >= 4
-    detected = await gap_counts(running.url, "detect")
-    dispatched = await gap_counts(running.url, "dispatch")
+    detected = await gap_counts(running, "detect")
+    dispatched = await gap_counts(running, "dispatch")
     # A machine that does not run dsched for a second or more puts the notice off by that.
-    limit_s = DECODE_TIMEOUT_S + 1 + await held_up_s(running.url)
+    limit_s = DECODE_TIMEOUT_S + 1 + await held_up_s(running)
     bucket_s = min(each for each in detected if each >= limit_s)
     assert detected[bucket_s] == detected[float("inf")] == num_continued
     assert dispatched[1.0] == num_continued
@@ -373,25 +261,25 @@ async def test_a_frozen_engine_costs_a_pause_and_adds_no_token(running: Running)
             for prompt, stream in zip(expected, second, strict=True)
         ]
         await asyncio.sleep(0.3)
-        signal_group(running.engines[victim][1], signal.SIGCONT)
+        signal_group(running.engines[victim].pid, signal.SIGCONT)
         async with asyncio.timeout(120):
             await asyncio.gather(*tasks)
     assert [stream.text for stream in second] == list(expected.values())
     async with asyncio.timeout(60):
-        while await num_up(running.url) < 2:
+        while await running.num_up() < 2:
             await asyncio.sleep(0.2)
 
 
-async def test_a_killed_engine_costs_a_pause(running: Running) -> None:
+async def test_a_killed_engine_costs_a_pause(running: LiveRun) -> None:
     """SIGKILL of the whole group: all streams finish, and the loss is noticed by its sockets."""
     expected = await expected_answers(running)
-    before = await gap_counts(running.url, "detect")
+    before = await gap_counts(running, "detect")
 
     streams, _ = await run_streams(running, expected, signal.SIGKILL)
 
     num_continued = check(streams, expected)
     assert num_continued >= 4
-    after = await gap_counts(running.url, "detect")
+    after = await gap_counts(running, "detect")
     gaps = {le: after[le] - before.get(le, 0) for le in after}
     # A kernel frees a dead process's memory before it closes its sockets: a second on a busy
     # machine. Well below the progress timeout: it was the socket that told.
