@@ -35,6 +35,7 @@ argument. A decision costs O(D) compiled operations, the same for any prompt len
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +87,8 @@ class RoutingRequest:
     """Rank numbers that must not be chosen, e.g. the one that just failed it."""
     num_reserved_tokens: int = 0
     """KV tokens of room wanted beyond the prompt. It decides room, never cost."""
+    priority: int = 0
+    """Of those that are held, larger goes first."""
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:
@@ -312,7 +315,7 @@ class DecodeRouter:
         limit = self._gather_limit_tokens()
         gathered = self._held.longer_than(limit, held_before_ns=now_ns - self._gather_ns)
         room = {pin: min(self._largest_room(pin), limit) for pin in self._held.pins()}
-        for held in (*gathered, *self._held.candidates(room)):
+        for held in chain(gathered, self._held.candidates(room)):
             decision = self._pick_held(held, ignore_room=False)
             if decision.rank is not None:
                 return _held_decision(held, decision)
@@ -353,6 +356,7 @@ class DecodeRouter:
             pinned_dp_rank=request.pinned_dp_rank,
             excluded_ranks=request.excluded_ranks,
             now_ns=now_ns,
+            priority=request.priority,
         )
 
     def drop_held(self, request_key: Hashable, *, is_served: bool = False) -> bool:
