@@ -12,7 +12,7 @@ wrong above and below. This is the only module that reads the environment. It im
 """
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -171,8 +171,7 @@ class LaunchConfig(Section, frozen=True, kw_only=True):
     python: str | None = None
     """Interpreter of the environment that has the engine; default: the one dsched runs in."""
     data_parallel_size: Annotated[int, Meta(ge=1, le=4_096)] = 1
-    """DP ranks of each `vllm` engine. More than the machine has devices or memory for: they fail to
-    start."""
+    """DP ranks of each engine. More than the machine has room for: they fail to start."""
     expert_parallel: bool = False
     """Let the DP ranks of an engine share one set of experts: an EP group, which fails as a
     whole."""
@@ -211,16 +210,21 @@ class SimConfig(Section, frozen=True, kw_only=True):
     """Experts of such a layer. Nothing is planned on them."""
 
 
+PolicyArguments = dict[str, bool | int | float | str | list[Any] | dict[str, Any]]
+"""Keyword arguments of a policy of an operator's own."""
+
+
 class RoutingConfig(Section, frozen=True, kw_only=True):
     """Which DP rank a request goes to, and what waits when no rank has room."""
 
     policy: str = "two_term"
     """`two_term`, `least_requests`, `least_kv`, or a policy of your own as `module:Class`."""
-    policy_args: dict[str, bool | int | float | str] = {}
+    policy_args: PolicyArguments = {}
     """Keyword arguments for a policy of your own, as a YAML mapping."""
     policy_budget_ms: Annotated[float, Meta(gt=0, le=10_000)] = 2.0
-    """Time of one call of a policy of your own, in milliseconds. Below: good policies are late on
-    a busy machine. Above: a bad one delays every request by that much until it is suspended."""
+    """Time of one call of a policy of your own of any kind, in milliseconds. Below: good policies are
+    late on a busy machine. Above: a bad one delays every request by that much until it is
+    suspended."""
     request_cost_us: Annotated[float, Meta(ge=0, le=60_000_000)] = 200.0
     """Step time that one more running request costs, in microseconds: the first term. Too low
     against the second: ranks fill with many short requests."""
@@ -243,6 +247,31 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     queue_timeout_s: Seconds = 120.0
     """Time a request may wait for a rank before it ends with 503. Below: short overloads become
     errors. Above: clients give up first, and their work is done for nobody."""
+
+
+class PolicyConfig(Section, frozen=True, kw_only=True):
+    """A policy of your own; without one the default decides."""
+
+    policy: str | None = None
+    """`module:Class`, or the name of an entry point in `dsched.policies`."""
+    args: PolicyArguments = {}
+    """Keyword arguments for it, as a YAML mapping."""
+
+
+class PoliciesConfig(Section, frozen=True, kw_only=True):
+    """Policies of your own beside that of `routing`."""
+
+    admission: PolicyConfig = PolicyConfig()
+    """Who is accepted. Default: everybody."""
+    priority: PolicyConfig = PolicyConfig()
+    """Who of those that wait for a rank goes first. Default: tenants in turn."""
+    handoff: PolicyConfig = PolicyConfig()
+    """Where a request goes on that lost its engine. Default: as a new one."""
+    chunk_weights: PolicyConfig = PolicyConfig()
+    """Inside engines that dsched starts: shares of prefill time. Default: 4, 3, 2, 1."""
+    rebalance: PolicyConfig = PolicyConfig()
+    """Inside engines that dsched starts: when experts are placed anew. Default: when the engine
+    asks."""
 
 
 class SchedulerConfig(Section, frozen=True, kw_only=True):
@@ -388,6 +417,7 @@ class Config(Section, frozen=True, kw_only=True):
     launch: LaunchConfig = LaunchConfig()
     sim: SimConfig = SimConfig()
     routing: RoutingConfig = RoutingConfig()
+    policies: PoliciesConfig = PoliciesConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     faults: FaultsConfig = FaultsConfig()
     agent: AgentConfig = AgentConfig()

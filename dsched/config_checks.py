@@ -1,14 +1,11 @@
 """Checks that look at several values at once, before any port is opened.
 
 In: a `Config` whose values each have the right type and range. Out: the same with its URLs
-normalised, or `ConfigError` that starts with a path. Imports the operator's own policies to see
-that they exist and accept their arguments; calls nothing of them.
+normalised, or `ConfigError` that starts with a path. Imports nothing and contacts nobody.
 """
 
-import importlib
-import inspect
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -146,48 +143,11 @@ def _etcd_endpoint(path: str, url: str, text: str) -> str:
 
 
 def _check_policy(policy: str, arguments: Mapping[str, object]) -> None:
-    if policy in BUILTIN_ROUTING_POLICIES:
-        if arguments:
-            raise ConfigError(
-                f"$.routing.policy_args: {policy} takes no arguments, got {sorted(arguments)}"
-            )
-        return
-    policy_class = load_reference("$.routing.policy", policy, BUILTIN_ROUTING_POLICIES)
-    try:
-        inspect.signature(policy_class).bind(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"$.routing.policy_args: {policy}: {error}") from error
-    except ValueError:  # a builtin without a signature: nothing to compare with
-        return
-
-
-def load_reference(
-    path: str, reference: str, builtin_names: tuple[str, ...] = ()
-) -> Callable[..., object]:
-    """Import what `module:Name` names. Raises `ConfigError` that names the missing part."""
-    module_name, colon, attribute = reference.partition(":")
-    if not colon or not module_name or not attribute:
-        names = ", ".join(builtin_names)
-        raise ConfigError(f"{path}: {reference!r} is none of {names}, and not module:Class")
-    try:
-        found: object = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{path}: no module named {error.name!r} for {reference!r}") from error
-    except Exception as error:  # the plug-in door: an operator's module may raise anything
+    """Operators' own are imported and checked where they are made, in `dsched.plugins`."""
+    if policy in BUILTIN_ROUTING_POLICIES and arguments:
         raise ConfigError(
-            f"{path}: importing {module_name!r} raised {type(error).__name__}: {_one_line(error)}"
-        ) from error
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            raise ConfigError(f"{path}: module {module_name!r} has no {attribute!r}")
-        found = getattr(found, name)
-    if not callable(found):
-        raise ConfigError(f"{path}: {reference!r} is not a class or function")
-    return found
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+            f"$.routing.policy_args: {policy} takes no arguments, got {sorted(arguments)}"
+        )
 
 
 # -- pools -----------------------------------------------------------------------------------------
@@ -258,6 +218,10 @@ def _check_launch(config: Config) -> None:
         raise ConfigError(
             f"$.launch.data_parallel_size: {launch.data_parallel_size} is for real engines; "
             "simulated ones take $.sim.num_dp_ranks"
+        )
+    if launch.engine == "sglang" and launch.load_balancer == "external":
+        raise ConfigError(
+            "$.launch.load_balancer: external is for vllm; an sglang engine has one server"
         )
 
 

@@ -6,6 +6,7 @@ Used by `dsched run`. Nothing here decides; each engine gets the driver of its k
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Literal
 
 import structlog
 
@@ -13,11 +14,13 @@ from dsched.config import Config, EngineConfig, PoolConfig, SimConfig
 from dsched.controller import EngineSpec, PoolSpec
 from dsched.costs.affine import AffineStepCost
 from dsched.drivers.base import Driver
-from dsched.drivers.local import LocalEngine, free_port
+from dsched.drivers.local import LocalEngine, ServerPlan, free_port, make_tiny_model
 from dsched.drivers.reports import ReportReader
+from dsched.drivers.sglang.driver import SglangDriver
+from dsched.drivers.sglang.launcher import find_sglang_python, launch_sglang_engine, plan_server
 from dsched.drivers.vllm.driver import VllmDriver
-from dsched.drivers.vllm.launcher import launch_vllm_engine, make_tiny_model
-from dsched.drivers.vllm.parallel import ServerPlan, plan_servers
+from dsched.drivers.vllm.launcher import find_vllm_python, launch_vllm_engine
+from dsched.drivers.vllm.parallel import plan_servers
 from dsched.drivers.watch import EngineHints
 from dsched.errors import ConfigError
 from dsched.frontdoor.models import ServedModel, load_model
@@ -37,6 +40,8 @@ SIM_TOP_K = 6
 """Experts that each token of a simulated engine goes to."""
 TINY_MODEL = "tiny"
 """`--model tiny` makes a small random model, to try a real engine without weights."""
+
+LAUNCHERS: Final = {"vllm": launch_vllm_engine, "sglang": launch_sglang_engine}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,13 +81,8 @@ class FleetBuilder:
             pools = [self._build_pool(name, pool) for name, pool in sorted(config.pools.items())]
         elif config.launch.engine == "sim":
             pools = [self._build_sim_pool()]
-        elif config.launch.engine == "vllm":
-            pools = [await self._launch_vllm_pool()]
         else:
-            raise ConfigError(
-                f"$.launch.engine: {config.launch.engine!r} cannot be started by this version; "
-                "use sim or vllm"
-            )
+            pools = [await self._launch_pool(config.launch.engine)]
         self.fleet.pools = tuple(pools)
         return self.fleet
 
@@ -95,8 +95,6 @@ class FleetBuilder:
                 "use combined"
             )
         kinds: set[str] = {engine.kind for engine in pool.engines}
-        if "sglang" in kinds:
-            raise ConfigError(f"$.pools.{name}: kind sglang is not driven by this version")
         specs = []
         for index, engine in enumerate(pool.engines):
             engine_id = EngineId(self._config.engine_id(name, index))
@@ -104,7 +102,7 @@ class FleetBuilder:
             if engine.kind == "sim":
                 self._add_sim(engine_id, model, _sim_config(self._config.sim, engine))
             else:
-                self._add_vllm(engine_id, engine, model=model)
+                self._add_server(engine_id, engine, model=model)
             specs.append(
                 EngineSpec(
                     engine_id=engine_id,
@@ -133,11 +131,12 @@ class FleetBuilder:
             "give the model's folder or its tokenizer.json"
         )
 
-    def _add_vllm(self, engine_id: EngineId, engine: EngineConfig, *, model: str) -> None:
+    def _add_server(self, engine_id: EngineId, engine: EngineConfig, *, model: str) -> None:
         if engine.url is None:
-            raise ConfigError(f"engine {engine_id}: a vllm engine needs a url")
+            raise ConfigError(f"engine {engine_id}: a {engine.kind} engine needs a url")
         budget_ms = self._config.scheduler.step_budget_ms
-        driver = VllmDriver(
+        make_driver = SglangDriver if engine.kind == "sglang" else VllmDriver
+        driver = make_driver(
             engine_id=engine_id,
             url=engine.url,
             model=model,
@@ -186,17 +185,18 @@ class FleetBuilder:
         self.fleet.models[sim.model] = sim_model(sim.model)
         return PoolSpec(name=LAUNCH_POOL, model=sim.model, engines=tuple(specs))
 
-    async def _launch_vllm_pool(self) -> PoolSpec:
+    async def _launch_pool(self, kind: Literal["vllm", "sglang"]) -> PoolSpec:
         launch = self._config.launch
         if launch.model is None:
             raise ConfigError(
-                "$.launch.model: --engine vllm needs --model FOLDER, or --model tiny to try it out"
+                f"$.launch.model: --engine {kind} needs --model FOLDER, or --model tiny to try it "
+                "out"
             )
-        folder = await self._model_folder(launch.model)
+        folder = await self._model_folder(kind, launch.model)
         name = folder.name
         specs = []
-        for server in self._plan_vllm_servers():
-            local = await launch_vllm_engine(
+        for server in self._plan_servers(kind):
+            local = await LAUNCHERS[kind](
                 folder,
                 engine_id=server.engine_id,
                 agent_endpoint=self._reports.endpoint,
@@ -205,18 +205,28 @@ class FleetBuilder:
                 extra_args=(*server.args, *launch.args),
                 python=launch.python,
                 step_budget_ms=self._config.scheduler.step_budget_ms,
+                variables=server.variables,
             )
             self.fleet.local_engines.append(local)
             local.watch(_log_death)
-            self._add_vllm(server.engine_id, EngineConfig(url=local.url), model=name)
+            self._add_server(server.engine_id, EngineConfig(kind=kind, url=local.url), model=name)
             specs.append(
                 EngineSpec(engine_id=server.engine_id, model=name, ep_group=server.ep_group)
             )
         self.fleet.models[name] = load_model(name, folder)
         return PoolSpec(name=LAUNCH_POOL, model=name, engines=tuple(specs))
 
-    def _plan_vllm_servers(self) -> list[ServerPlan]:
+    def _plan_servers(self, kind: Literal["vllm", "sglang"]) -> list[ServerPlan]:
         launch = self._config.launch
+        if kind == "sglang":
+            return [
+                plan_server(
+                    EngineId(f"sglang-{index}"),
+                    num_dp_ranks=launch.data_parallel_size,
+                    is_expert_parallel=launch.expert_parallel,
+                )
+                for index in range(launch.replicas)
+            ]
         return [
             server
             for index in range(launch.replicas)
@@ -229,11 +239,12 @@ class FleetBuilder:
             )
         ]
 
-    async def _model_folder(self, stated: str) -> Path:
+    async def _model_folder(self, kind: Literal["vllm", "sglang"], stated: str) -> Path:
         if stated != TINY_MODEL or Path(stated).is_dir():
             return Path(stated)
         folder = Path(self._config.state_dir) / "models" / TINY_MODEL
-        return await make_tiny_model(folder, python=self._config.launch.python)
+        find_python = find_sglang_python if kind == "sglang" else find_vllm_python
+        return await make_tiny_model(folder, python=find_python(self._config.launch.python))
 
 
 def sim_model(name: str) -> ServedModel:

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +41,18 @@ class EnginePackage:
     """Of the Python package, and to a reader."""
     environment: str
     """Folder of the environment that the Makefile makes beside the checkout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """One server to start, beyond what every server of its kind is told."""
+
+    engine_id: EngineId
+    ep_group: str | None = None
+    """Named where the group has other servers too."""
+    args: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """On top of the environment."""
 
 
 class LocalEngine:

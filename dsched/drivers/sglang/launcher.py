@@ -15,6 +15,7 @@ from typing import Final
 from dsched.drivers.local import (
     EnginePackage,
     LocalEngine,
+    ServerPlan,
     check_model_folder,
     engine_variables,
     find_engine_python,
@@ -44,7 +45,6 @@ async def launch_sglang_engine(
     agent_endpoint: str | None,
     state_dir: Path,
     served_model_name: str,
-    num_dp_ranks: int = 1,
     extra_args: Sequence[str] = (),
     python: Path | str | None = None,
     device: str = "cpu",
@@ -71,13 +71,10 @@ async def launch_sglang_engine(
         *("--served-model-name", served_model_name),
         # Otherwise every event of a stream repeats all tokens before it.
         *("--incremental-streaming-output", "--log-level", "info", "--log-level-http", "warning"),
-        *(("--dp-size", str(num_dp_ranks)) if num_dp_ranks > 1 else ()),
         *(CPU_ARGS if device == "cpu" else ()),
         *extra_args,
     ]
-    environment = engine_environment(
-        agent_endpoint, engine_id=engine_id, device=device, num_dp_ranks=num_dp_ranks
-    )
+    environment = engine_environment(agent_endpoint, engine_id=engine_id, device=device)
     if step_budget_ms is not None:
         environment["DSCHED_STEP_BUDGET_MS"] = str(step_budget_ms)
     return await start_engine(
@@ -91,23 +88,41 @@ async def launch_sglang_engine(
 
 
 def engine_environment(
-    agent_endpoint: str | None, *, engine_id: EngineId, device: str, num_dp_ranks: int = 1
+    agent_endpoint: str | None, *, engine_id: EngineId, device: str
 ) -> dict[str, str]:
-    """Return the environment of the engine: ours, with defaults that ours overrides.
-
-    On a CPU each rank is bound to a core of its own as far as there are so many: SGLang refuses
-    more ranks than the machine has memory nodes unless it is told where they go.
-    """
-    defaults = dict(ENGINE_VARIABLES)
-    if device == "cpu":
-        defaults |= CPU_VARIABLES
-        if num_dp_ranks > 1:
-            cores = sorted(os.sched_getaffinity(0))
-            bound = [str(cores[rank % len(cores)]) for rank in range(num_dp_ranks)]
-            defaults["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+    """Return the environment of the engine: ours, with defaults that ours overrides."""
+    defaults = ENGINE_VARIABLES | (CPU_VARIABLES if device == "cpu" else {})
     variables = engine_variables(agent_endpoint, engine_id=engine_id, defaults=defaults)
     variables.pop(CPU_ENGINE_SWITCH, None)
     return variables
+
+
+def plan_server(engine_id: EngineId, *, num_dp_ranks: int, is_expert_parallel: bool) -> ServerPlan:
+    """Return the server of an engine with some DP ranks, which share their experts or do not.
+
+    With expert parallelism SGLang's ranks are those of its tensor-parallel group with data-parallel
+    attention, which runs on GPUs only (0.5.23). On a CPU each rank is bound to a core: SGLang
+    refuses more ranks than the machine has memory nodes unless it is told where they go.
+
+    Raises:
+        ValueError: no rank at all.
+
+    >>> plan_server(EngineId("s"), num_dp_ranks=2, is_expert_parallel=False).args
+    ('--dp-size', '2')
+    """
+    if num_dp_ranks < 1:
+        raise ValueError(f"num_dp_ranks is {num_dp_ranks}; an engine has at least 1")
+    if num_dp_ranks == 1:
+        return ServerPlan(engine_id=engine_id)
+    size = str(num_dp_ranks)
+    expert_args = ("--tp-size", size, "--ep-size", size, "--enable-dp-attention")
+    cores = sorted(os.sched_getaffinity(0))
+    bound = "|".join(str(cores[rank % len(cores)]) for rank in range(num_dp_ranks))
+    return ServerPlan(
+        engine_id=engine_id,
+        args=("--dp-size", size, *(expert_args if is_expert_parallel else ())),
+        variables={"SGLANG_CPU_OMP_THREADS_BIND": bound},
+    )
 
 
 def find_sglang_python(stated: Path | str | None = None) -> Path:

@@ -12,22 +12,12 @@ the group is the failure domain. Arguments are those of vLLM 0.32 (`vllm/engine/
 Pure.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
+from dsched.drivers.local import ServerPlan
 from dsched.ids import EngineId
 
 LoadBalancer = Literal["internal", "external"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerPlan:
-    """One `vllm serve`."""
-
-    engine_id: EngineId
-    ep_group: str | None
-    """Named where the group has other servers too."""
-    args: tuple[str, ...]
 
 
 def plan_servers(
