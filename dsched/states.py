@@ -16,6 +16,14 @@ class RankState(IntEnum):
     REMOVED = 4
 
 
+class PoolRole(StrEnum):
+    """Which part of a request the engines of a pool compute."""
+
+    COMBINED = "combined"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class Evidence(StrEnum):
     """What speaks for a loss."""
 
@@ -25,3 +33,24 @@ class Evidence(StrEnum):
     """Work that should have gone on stands still."""
     LEASE = "lease"
     """It was not heard in time, and nothing else: it may be we who cannot hear."""
+
+
+class LossLayer(StrEnum):
+    """What noticed that a request lost its attempt, or took it away; for people and the trace."""
+
+    SOCKET = "socket"
+    """Its connection broke or was refused."""
+    PROGRESS = "progress"
+    """Its engine gave neither a token nor a step in time."""
+    STREAM = "stream"
+    """It got no token while its engine went on."""
+    GROUP = "group"
+    """Another engine of the EP group was lost."""
+    RANK = "rank"
+    """Its DP rank was lost while the engine answers."""
+    BUSY = "busy"
+    """The engine is alive and had no room."""
+    DRAIN = "drain"
+    """An operator took the engine out of service."""
+    RESTART = "restart"
+    """dsched itself was restarted, and the client asked again."""

@@ -10,17 +10,17 @@ the driver. For every accepted `generate` the sink gets token chunks and then **
 called again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsched.drivers.wire import GenerateCommand, RankReport, TokenLogprob
 from dsched.errors import DriverError
-from dsched.ids import AttemptId, DpRank, EngineId
+from dsched.ids import AttemptId, DpRank, EngineId, RankId
 from dsched.states import Evidence
 
 
@@ -44,6 +44,9 @@ class AttemptFinish:
     """The token that ended it, if it was not handed out as output."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from prefix reuse."""
+    kv_transfer: Mapping[str, Any] | None = None
+    """Of a prefill half: how another engine fetches the KV that is kept for it, in the engines'
+    own words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,9 @@ class EngineCapabilities:
     can_structured_output: bool = False
     can_steer_dp_rank: bool = False
     can_migrate: bool = False
+    can_prefill: bool = True
+    """It computes prompts by itself. A decode engine that cannot needs a prefill engine for every
+    request."""
     has_load_reports: bool = False
 
 
@@ -74,6 +80,9 @@ class EngineDescription:
     max_running_requests: int
     """Requests one DP rank runs at once."""
     capabilities: EngineCapabilities
+    kv_meeting: tuple[str, int] | None = None
+    """Host and port where decode engines meet this prefill engine (`wire.KvMeeting`); `None` for
+    engines whose KV is fetched when the prompt is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,6 +140,15 @@ class EngineListener(Protocol):
         self, engine_id: EngineId, reason: str, evidence: Evidence = Evidence.SOCKET
     ) -> None:
         """The engine cannot serve now. Its attempts get their own `on_failure`."""
+        ...
+
+    def on_rank_lost(self, rank_id: RankId, reason: str) -> None:
+        """One DP rank is gone while its engine answers. May be said again as long as it is so;
+        ignored for a rank that is not there."""
+        ...
+
+    def on_rank_back(self, rank_id: RankId) -> None:
+        """A lost rank works again, without a restart of its engine."""
         ...
 
     def on_report(self, report: RankReport) -> None: ...

@@ -54,8 +54,24 @@ class TokenLogprob(Wire, frozen=True, kw_only=True):
     """(token id, logprob) of the best alternatives, best first."""
 
 
+class KvMeeting(Wire, frozen=True, kw_only=True):
+    """Where a prefill engine hands the KV of one request to the decode engine that waits for it.
+
+    Both halves of a pair are told the same and run at the same time (SGLang's bootstrap fields).
+    """
+
+    host: str
+    port: Annotated[int, Meta(ge=0, le=65_535)]
+    room: Count
+    """Drawn for each pair."""
+
+
 class GenerateCommand(Wire, frozen=True, kw_only=True):
-    """Compute one attempt of one request on one DP rank."""
+    """Compute one attempt of one request on one DP rank.
+
+    In separate pools a request has two: the prefill half computes the prompt and one token that
+    nobody hears, the decode half goes on from its KV.
+    """
 
     attempt_id: str
     epoch: Count
@@ -65,6 +81,14 @@ class GenerateCommand(Wire, frozen=True, kw_only=True):
     """Prompt; after a handoff also the tokens that were emitted before it."""
     sampling: SamplingParams
     priority: int = 0
+    is_prefill: bool = False
+    """The prefill half of a pair: keep the KV of the prompt for another engine to fetch."""
+    kv_transfer: dict[str, Any] | None = None
+    """For the decode half: what the prefill engine said of the KV that it keeps
+    (`AttemptFinish.kv_transfer`), passed on as it is. `None`: nothing, or a store that both share.
+    """
+    kv_meeting: KvMeeting | None = None
+    """For both halves, where the engines meet for every request."""
 
 
 class RankReport(Wire, frozen=True, kw_only=True, tag="report"):

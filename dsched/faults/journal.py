@@ -39,6 +39,8 @@ class AttemptRecord:
     target: RankId
     first_index: int
     """Index of the first output token that this attempt may emit."""
+    prefill: RankId | None = None
+    """Who computed its prompt, where that was another engine's work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +101,17 @@ class TokenJournal(Protocol):
         ...
 
     def begin_attempt(
-        self, request_id: RequestId, *, attempt_id: AttemptId, epoch: int, target: RankId
+        self,
+        request_id: RequestId,
+        *,
+        attempt_id: AttemptId,
+        epoch: int,
+        target: RankId,
+        prefill: RankId | None = None,
     ) -> int:
         """Fence the attempt before, open this one; return the index of its first output token.
+
+        `prefill` is the rank of another engine that computes the prompt for `target`.
 
         Raises `InvariantError` for a request that is not open or an epoch that does not rise.
         """
@@ -255,7 +265,13 @@ class MemoryJournal:
         self._on_opened(entry)
 
     def begin_attempt(
-        self, request_id: RequestId, *, attempt_id: AttemptId, epoch: int, target: RankId
+        self,
+        request_id: RequestId,
+        *,
+        attempt_id: AttemptId,
+        epoch: int,
+        target: RankId,
+        prefill: RankId | None = None,
     ) -> int:
         """Fence the attempt before, open this one; return the index of its first output token."""
         entry = self._open_entry(request_id)
@@ -266,7 +282,11 @@ class MemoryJournal:
         first_index = len(entry.tokens)
         entry.attempts.append(
             AttemptRecord(
-                attempt_id=attempt_id, epoch=epoch, target=target, first_index=first_index
+                attempt_id=attempt_id,
+                epoch=epoch,
+                target=target,
+                first_index=first_index,
+                prefill=prefill,
             )
         )
         entry.open_epoch = epoch

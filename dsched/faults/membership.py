@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from dsched.drivers.base import EngineCapabilities, EngineDescription
 from dsched.errors import InvariantError
 from dsched.ids import DpRank, EngineId, RankId
-from dsched.states import Evidence, RankState
+from dsched.states import Evidence, PoolRole, RankState
 
 MAX_LEASE_LOSS_SHARE = 0.5
 """Share of a pool's engines that silence alone may take down. Above: a partition of the network
@@ -54,6 +54,7 @@ class PoolSpec:
     """One configured pool: engines that do the same work for one model."""
 
     name: str
+    role: PoolRole = PoolRole.COMBINED
     model: str
     """Name that clients use."""
     engines: tuple[EngineSpec, ...]
@@ -149,8 +150,8 @@ class Membership:
         """Start with every engine down.
 
         Raises:
-            ValueError: two engines share an id, two pools a name or a model, or an EP group spans
-                pools.
+            ValueError: two engines share an id, two pools a name or the same work for a model, a
+                prefill or decode pool is without the other, or an EP group spans pools.
         """
         self.epoch = 1
         self.num_capped_losses = 0
@@ -159,20 +160,48 @@ class Membership:
         self.engines: dict[EngineId, EngineMember] = {}
         self._groups: dict[str, list[EngineMember]] = {}
         by_name: dict[str, PoolSpec] = {}
-        pool_of_model: dict[str, str] = {}
+        pool_of_work: dict[tuple[str, bool], str] = {}
         for pool in pools:
             if pool.name in by_name:
                 raise ValueError(f"two pools are called {pool.name!r}")
-            if pool.model in pool_of_model:
+            work = (pool.model, pool.role is PoolRole.PREFILL)
+            if work in pool_of_work:
                 raise ValueError(
-                    f"pools {pool_of_model[pool.model]!r} and {pool.name!r} both serve model "
-                    f"{pool.model!r}; one pool serves a model"
+                    f"pools {pool_of_work[work]!r} and {pool.name!r} both serve model "
+                    f"{pool.model!r}; one pool serves a model, or one prefill and one decode pool"
                 )
             by_name[pool.name] = pool
-            pool_of_model[pool.model] = pool.name
+            pool_of_work[work] = pool.name
             for spec in pool.engines:
                 self._add(spec, pool.name)
         self.pools = by_name
+        self._check_roles()
+
+    def _check_roles(self) -> None:
+        roles: dict[str, set[PoolRole]] = {}
+        for pool in self.pools.values():
+            roles.setdefault(pool.model, set()).add(pool.role)
+        for name, pool in self.pools.items():
+            if pool.role is PoolRole.PREFILL and PoolRole.DECODE not in roles[pool.model]:
+                raise ValueError(
+                    f"prefill pool {name!r} needs a decode pool for model {pool.model!r}"
+                )
+            if pool.role is PoolRole.DECODE and PoolRole.PREFILL not in roles[pool.model]:
+                raise ValueError(
+                    f"decode pool {name!r} needs a prefill pool for model {pool.model!r}; a pool "
+                    "that does both is a combined one"
+                )
+
+    def prefill_pool_of(self, pool: str) -> str | None:
+        """The pool that computes the prompts of a decode pool; `None` for the others."""
+        spec = self.pools[pool]
+        if spec.role is not PoolRole.DECODE:
+            return None
+        return next(
+            name
+            for name, other in self.pools.items()
+            if other.role is PoolRole.PREFILL and other.model == spec.model
+        )
 
     def _add(self, spec: EngineSpec, pool: str) -> None:
         if spec.engine_id in self.engines:
@@ -262,6 +291,13 @@ class Membership:
         self._refresh(member, is_changed=is_new)
         return member
 
+    def apply_rank_back(self, rank_id: RankId) -> EngineMember:
+        """A lost rank works again. Others of its engine may still be lost."""
+        member = self.engines[rank_id.engine_id]
+        is_changed = member.lost_ranks.pop(rank_id.dp_rank, None) is not None
+        self._refresh(member, is_changed=is_changed)
+        return member
+
     def apply_draining(self, engine_id: EngineId, *, is_draining: bool) -> EngineMember:
         """An operator takes the engine out of service, or back into it."""
         member = self.engines[engine_id]
@@ -302,6 +338,7 @@ class Membership:
             can_structured_output=all(each.can_structured_output for each in known),
             can_steer_dp_rank=all(each.can_steer_dp_rank for each in known),
             can_migrate=all(each.can_migrate for each in known),
+            can_prefill=all(each.can_prefill for each in known),
             has_load_reports=all(each.has_load_reports for each in known),
         )
 
