@@ -12,7 +12,7 @@ variable) leaves the default. A `pools` mapping or a list replaces the one below
 import math
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -90,12 +90,19 @@ class LoadedConfig:
     origins: Mapping[str, Origin]
     """By path (`$.front_door.port`); what is missing is a default. A mapping that the file has is
     listed too, though it has defaults inside."""
+    file: Path | None = None
+    flags: Mapping[str, str] | None = None
+    """Where it was read from, beside the environment, so that it can be read again."""
     warnings: tuple[str, ...] = ()
     """What looks like a mistake but does no harm, one line each."""
 
     def origin(self, path: str) -> Origin:
         """Return where the value at `path` comes from."""
         return self.origins.get(path, DEFAULT)
+
+    def place(self, path: str) -> str:
+        """Return ` (file:line)` for a message about `path`, as `place_of` does."""
+        return place_of(path, self.origins)
 
 
 def load_config(
@@ -114,7 +121,8 @@ def load_config(
         layers.read_file(Path(file))
     layers.read_environment(environment or {})
     layers.read_flags(flags or {})
-    return _convert(layers, where=str(file) if file is not None else None)
+    loaded = _convert(layers, where=str(file) if file is not None else None)
+    return replace(loaded, file=None if file is None else Path(file), flags=flags)
 
 
 def parse_config(text: str) -> Config:
@@ -152,6 +160,17 @@ def _keys_of(section: type[Section], prefix: tuple[str, ...]) -> Iterator[Key]:
             if default is msgspec.NODEFAULT:
                 default = msgspec.UNSET
             yield Key(path=path, section=section, type=hint, default=default)
+
+
+def place_of(path: str, origins: Mapping[str, Origin]) -> str:
+    """Return ` (file:line)` of the value at `path`, or of its nearest known parent; else nothing.
+
+    >>> place_of("$.a.b[0]", {"$.a": Origin(layer="file", detail="c.yaml:3")})
+    ' (c.yaml:3)'
+    """
+    while path and path not in origins:
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    return f" ({origins[path]})" if path else ""
 
 
 class _Layers:
@@ -239,10 +258,8 @@ class _Layers:
             section[name] = value
 
     def place(self, path: str) -> str:
-        """Return ` (file:line)` for a message about `path`: that of the nearest known parent."""
-        while path and path not in self.origins:
-            path = path[: max(path.rfind("."), path.rfind("["), 0)]
-        return f" ({self.origins[path]})" if path else ""
+        """Return ` (file:line)` for a message about `path`, as `place_of` does."""
+        return place_of(path, self.origins)
 
 
 def _convert(layers: _Layers, *, where: str | None) -> LoadedConfig:

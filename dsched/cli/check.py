@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsched.cli.options import with_config
+from dsched.cli.policy_setup import make_policies
 from dsched.config import Config
 from dsched.config_load import LoadedConfig
 from dsched.config_text import to_rows, to_yaml
@@ -31,6 +32,7 @@ def check(
     `-c` can read. Exit status 2 and one line with the path if something is wrong; no port is opened
     and no engine contacted.
     """
+    make_policies(loaded)
     if schema:
         typer.echo(_pretty(msgspec.json.schema(Config)))
     elif json:

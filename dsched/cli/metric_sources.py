@@ -1,6 +1,6 @@
 """Turns the counters of a running dsched into samples, at a scrape. Names: `metrics.catalog`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from dsched.controller import Controller, EngineStatus, HandoffGap, RankStatus
 from dsched.controller.spare import UNKNOWN_CAPACITY
@@ -9,6 +9,7 @@ from dsched.faults import JournalStatus, MembershipView
 from dsched.frontdoor.live_sampler import LiveSampler
 from dsched.frontdoor.stats import FrontDoorStats, LatencyHistogram
 from dsched.metrics import Sample
+from dsched.plugins import PolicySet
 from dsched.registry.member import RegistryMember
 
 NS_PER_S = 1_000_000_000
@@ -49,16 +50,25 @@ def controller_samples(controller: Controller) -> Iterator[Sample]:
     for reason, count in controller.num_reports().items():
         if reason != "applied":
             yield Sample(name="dsched_reports_dropped_total", value=count, labels=(reason,))
-    if controller.policies is not None:
-        for guard, _ in controller.policies.guards:
-            for failure, count in guard.num_failures.items():
-                yield Sample(
-                    name="dsched_policy_errors_total",
-                    value=count,
-                    labels=(guard.name, failure.value),
-                )
+    yield from _policy_samples(controller.policies)
     for engine in controller.engine_statuses():
         yield from _engine_samples(engine)
+
+
+def _policy_samples(policies: PolicySet) -> Iterator[Sample]:
+    for name, counts in policies.counts().items():
+        yield Sample(name="dsched_policy_calls_total", value=counts.num_calls, labels=(name,))
+        busy_s = counts.busy_ns / NS_PER_S
+        yield Sample(name="dsched_policy_seconds_total", value=busy_s, labels=(name,))
+        for reason, count in counts.num_failures.items():
+            labels = (name, reason.value)
+            yield Sample(name="dsched_policy_errors_total", value=count, labels=labels)
+
+
+def reload_samples(num_reloads: Mapping[str, int]) -> Iterator[Sample]:
+    """Answers to SIGHUP."""
+    for outcome, count in num_reloads.items():
+        yield Sample(name="dsched_policy_reloads_total", value=count, labels=(outcome,))
 
 
 class FaultStats:

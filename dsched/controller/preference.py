@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dsched.controller.request import InferenceRequest
-from dsched.plugins import RankCandidate, RequestView, RoutingPolicies
+from dsched.plugins import PolicySet, RankCandidate, RequestView
 from dsched.routing import DecodeRouter, RankState, RoutingDecision, RoutingReason, RoutingRequest
 from dsched.routing import kernels as k
 
 
-def request_view(request: InferenceRequest, *, held_ns: int) -> RequestView:
+def request_view(
+    request: InferenceRequest, *, held_ns: int = 0, num_output_tokens: int = 0
+) -> RequestView:
     """Say what policies may know of a request."""
     return RequestView(
         model=request.model,
@@ -30,6 +32,7 @@ def request_view(request: InferenceRequest, *, held_ns: int) -> RequestView:
         session=request.session,
         priority=request.priority,
         num_held_ns=held_ns,
+        num_output_tokens=num_output_tokens,
     )
 
 
@@ -57,10 +60,12 @@ def eligible_ranks(
 
 
 def prefer(
-    policies: RoutingPolicies,
+    policies: PolicySet,
     decision: RoutingDecision,
     view: RequestView,
     offered: Sequence[tuple[int, RankCandidate]],
+    *,
+    is_handoff: bool = False,
 ) -> tuple[RoutingDecision, str | None]:
     """Let policies choose among what was offered; return the decision and who made it.
 
@@ -68,7 +73,8 @@ def prefer(
     """
     if decision.rank is None or not offered:
         return decision, None
-    chosen = policies.choose(view, [candidate for _, candidate in offered])
+    candidates = [candidate for _, candidate in offered]
+    chosen = policies.choose(view, candidates, is_handoff=is_handoff)
     if chosen is None:
         return decision, None
     rank, candidate = offered[chosen[0]]

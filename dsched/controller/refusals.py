@@ -86,6 +86,16 @@ def full(num_held: int) -> RequestError:
     )
 
 
+def not_admitted() -> RequestError:
+    """The operator's admission policy said no."""
+    return RequestError(
+        status=429,
+        code="not_admitted",
+        message="the cluster does not admit this request now",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
 def stopping() -> RequestError:
     return RequestError(
         status=503, code="stopping", message="dsched is stopping", retry_after_s=RETRY_AFTER_S

@@ -17,6 +17,7 @@ class RunTable:
 
     def __init__(self) -> None:
         self._open: dict[RequestId, RequestRun] = {}
+        self._num_of_tenant: dict[str, int] = {}
         self._waiting: dict[RequestId, RequestRun] = {}
         """Runs that no rank has; the routers hold them between ticks."""
         self._deadlines: SortedList[tuple[int, RequestId]] = SortedList()
@@ -59,6 +60,10 @@ class RunTable:
             if run.attempt is not None and run.attempt.engine_id == engine_id
         ]
 
+    def num_of_tenant(self, tenant: str) -> int:
+        """Open requests of a tenant."""
+        return self._num_of_tenant.get(tenant, 0)
+
     def next_deadline_ns(self) -> int | None:
         """When the first of those that wait has waited too long."""
         return self._deadlines[0][0] if self._deadlines else None
@@ -73,6 +78,8 @@ class RunTable:
 
     def open(self, run: RequestRun) -> None:
         self._open[run.request.request_id] = run
+        tenant = run.request.tenant
+        self._num_of_tenant[tenant] = self._num_of_tenant.get(tenant, 0) + 1
 
     def wait(self, run: RequestRun, deadline_ns: int) -> None:
         """No rank has it until a plan says so, or until the deadline."""
@@ -101,6 +108,10 @@ class RunTable:
     def close(self, run: RequestRun) -> None:
         run.phase = Phase.ENDED
         del self._open[run.request.request_id]
+        tenant = run.request.tenant
+        self._num_of_tenant[tenant] -= 1
+        if not self._num_of_tenant[tenant]:  # clients choose the names: keep no others
+            del self._num_of_tenant[tenant]
 
     def validate(self, *, undecided: Iterable[RequestId]) -> None:
         """Check that no request is in two places; the next tick decides about `undecided`."""
@@ -118,6 +129,8 @@ class RunTable:
                 raise InvariantError(
                     f"request {request_id}: phase {run.phase.name} is not its place"
                 )
+        if sum(self._num_of_tenant.values()) != len(self._open):
+            raise InvariantError(f"tenants have {self._num_of_tenant} of {len(self._open)} runs")
         if len(self._deadlines) != len(self._waiting):
             raise InvariantError(
                 f"{len(self._deadlines)} deadlines for {len(self._waiting)} waiting requests"

@@ -64,6 +64,13 @@ _METRICS = (
     _histogram("dsched_request_duration_seconds", "Arrival of a request to its end.", "model"),
     # Routing.
     _gauge("dsched_admission_queue_depth", "Requests that wait at the router for a rank."),
+    _counter("dsched_policy_calls_total", "Questions to a policy of an operator.", "policy"),
+    _counter("dsched_policy_seconds_total", "Time inside a policy of an operator.", "policy"),
+    _counter(
+        "dsched_policy_reloads_total",
+        "Times SIGHUP was answered, by whether new policies were loaded or the old ones kept.",
+        "outcome",
+    ),
     _counter(
         "dsched_policy_errors_total",
         "Times a policy of an operator failed and the default decided, by reason.",

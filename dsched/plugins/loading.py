@@ -30,6 +30,7 @@ def load_policy(
     *,
     path: str,
     arguments_path: str | None = None,
+    builtin_names: Sequence[str] = (),
 ) -> object:
     """Import, make and check a policy of one of `kinds`.
 
@@ -39,12 +40,13 @@ def load_policy(
         arguments: keyword arguments of its constructor.
         path: of the configuration key, for messages.
         arguments_path: of the key with the arguments; default: `path` and `_args`.
+        builtin_names: what else the key may say, for messages.
 
     Raises:
         ConfigError: it cannot be found, imported or made, or does not keep the contract; one line
             that names the path, and the method where one is wrong.
     """
-    policy_class = find_class(reference, path=path)
+    policy_class = find_class(reference, path=path, builtin_names=builtin_names)
     try:
         inspect.signature(policy_class).bind(**arguments)
     except TypeError as error:
@@ -98,15 +100,18 @@ def _check_method(policy: object, kind: type, *, where: str) -> None:
         ) from error
 
 
-def find_class(reference: str, *, path: str) -> Callable[..., object]:
+def find_class(
+    reference: str, *, path: str, builtin_names: Sequence[str] = ()
+) -> Callable[..., object]:
     """Import what `reference` names. Raises `ConfigError` on one line."""
     module_name, colon, attribute = reference.partition(":")
     if not colon:
         point = _entry_points().get(reference)
         if point is None:
             known = ", ".join(sorted(_entry_points())) or "none is installed"
+            builtin = f"none of {', '.join(builtin_names)}, and " if builtin_names else ""
             raise ConfigError(
-                f"{path}: {reference!r} is neither module:Class nor an entry point of "
+                f"{path}: {reference!r} is {builtin}neither module:Class nor an entry point of "
                 f"{ENTRY_POINT_GROUP} ({known})"
             )
         module_name, attribute = point.module, point.attr

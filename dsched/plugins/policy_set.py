@@ -5,6 +5,7 @@ A set is made once, at the start or at a reload, and replaced as a whole between
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from dsched.plugins.answers import check_admission, check_position, check_priority
@@ -14,8 +15,25 @@ from dsched.plugins.contract import (
     RankCandidate,
     RequestView,
 )
-from dsched.plugins.guard import AnyGuard
+from dsched.plugins.guard import AnyGuard, FailureReason
 from dsched.plugins.routing import RoutingPolicies
+
+
+@dataclass(slots=True)
+class PolicyCounts:
+    """What one policy was asked, since the start."""
+
+    num_calls: int = 0
+    busy_ns: int = 0
+    num_failures: dict[FailureReason, int] = field(
+        default_factory=lambda: dict.fromkeys(FailureReason, 0)
+    )
+
+    def add(self, other: "PolicyCounts") -> None:
+        self.num_calls += other.num_calls
+        self.busy_ns += other.busy_ns
+        for reason, count in other.num_failures.items():
+            self.num_failures[reason] += count
 
 
 class PolicySet:
@@ -34,6 +52,8 @@ class PolicySet:
         self.admission = admission
         self.priority = priority
         self.handoff = handoff
+        self._before: dict[str, PolicyCounts] = {}
+        """Counted by the sets that this one replaced."""
 
     def guards(self) -> Iterator[AnyGuard]:
         """Each guard once."""
@@ -48,6 +68,21 @@ class PolicySet:
     def names(self) -> tuple[str, ...]:
         """The policies' own names, each once, sorted."""
         return tuple(sorted({guard.name for guard in self.guards()}))
+
+    def counts(self) -> dict[str, PolicyCounts]:
+        """By policy name, sorted; sets that were replaced count on."""
+        counts: dict[str, PolicyCounts] = {}
+        own = [
+            (guard.name, PolicyCounts(guard.num_calls, guard.busy_ns, guard.num_failures))
+            for guard in self.guards()
+        ]
+        for name, each in (*self._before.items(), *own):
+            counts.setdefault(name, PolicyCounts()).add(each)
+        return dict(sorted(counts.items()))
+
+    def replace(self, old: "PolicySet") -> None:
+        """Count on where `old` is; call it once, when this set takes its place."""
+        self._before = old.counts()
 
     def is_refused(self, request: RequestView, view: AdmissionView) -> bool:
         """Whether a request that arrives gets a 429. The default accepts."""

@@ -139,7 +139,7 @@ def test_variables_are_read(run: Runner, monkeypatch: pytest.MonkeyPatch) -> Non
         ("- not\n- a mapping", "dsched: $: expected a mapping of keys, got a list"),
         ("a: [", "not YAML"),
         ("pools: {d: {model: {name: m}, engines: []}}", "dsched: $.pools.d.engines: "),
-        ("routing: {policy: 'no.such:X'}", "dsched: $.routing.policy: no module named 'no'"),
+        ("routing: {policy: 'no.such:X'}", "dsched: $.routing.policy: there is no module 'no' to import"),
     ],
 )
 def test_wrong_file_is_one_line_and_status_2(
