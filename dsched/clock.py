@@ -19,6 +19,11 @@ class SystemClock:
         return time.monotonic_ns()
 
 
+def thread_time_ns() -> int:
+    """Processor time of this thread, to limit what a task beside the token path may cost."""
+    return time.thread_time_ns()
+
+
 def wall_time_s() -> int:
     """Seconds since 1970, for fields that a client reads (`created`). Never used to decide."""
     return int(time.time())

@@ -147,7 +147,7 @@ class Service:
     def _start_controller(self, loop: asyncio.AbstractEventLoop) -> None:
         host = LoopTickHost(loop=loop, clock=self._clock)
         self.faults = FaultStats()
-        self.live = LiveSampler(clock=self._clock, environment=LiveProcess(self))
+        self.live = LiveSampler(clock=self._clock, environment=LiveProcess(self, self._clock))
         try:
             self.controller = Controller(
                 pools=self.fleet.pools,

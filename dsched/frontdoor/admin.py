@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from dsched.config import AdminConfig
 from dsched.errors import ConfigError
-from dsched.frontdoor.live_routes import live_routes
-from dsched.frontdoor.live_sampler import LiveSampler
+from dsched.frontdoor.live_routes import LiveSource, live_routes
+from dsched.frontdoor.trace_routes import TraceControl, trace_routes
 
 Snapshot = Callable[[], Any]
 """Returns plain values: what JSON can hold."""
@@ -59,7 +59,8 @@ def make_admin_app(
     workers: Snapshot,
     config: Snapshot,
     engines: EngineControl | None = None,
-    live: LiveSampler | None = None,
+    live: LiveSource | None = None,
+    trace: TraceControl | None = None,
 ) -> Starlette:
     """Return the ASGI application; each request takes a fresh snapshot."""
 
@@ -81,6 +82,8 @@ def make_admin_app(
         routes += _engine_routes(engines)
     if live is not None:
         routes += live_routes(live)
+    if trace is not None:
+        routes += trace_routes(trace)
     return Starlette(routes=routes)
 
 

@@ -14,10 +14,11 @@ from dsched.frontdoor.app import make_app
 from dsched.frontdoor.asgi import AsgiRunner
 from dsched.frontdoor.connection import ClientConnection, HttpRequest
 from dsched.frontdoor.errors import ApiError
-from dsched.frontdoor.live_sampler import LiveSampler
+from dsched.frontdoor.live_routes import LiveSource
 from dsched.frontdoor.models import ServedModel
 from dsched.frontdoor.server import HttpServer
 from dsched.frontdoor.stats import Api, FrontDoorMetrics, FrontDoorStats, NoMetrics
+from dsched.frontdoor.trace_routes import TraceControl
 from dsched.metrics import MetricsExporter
 
 log = structlog.get_logger(__name__)
@@ -47,7 +48,8 @@ class FrontDoor:
         workers: Snapshot = list,
         config: Snapshot = dict,
         engines: EngineControl | None = None,
-        live: LiveSampler | None = None,
+        live: LiveSource | None = None,
+        trace: TraceControl | None = None,
         clock: Clock | None = None,
         process_tag: int = 0,
     ) -> None:
@@ -82,7 +84,9 @@ class FrontDoor:
         self._admin: AdminServer | None = None
         if admin is not None:
             self._admin = AdminServer(
-                make_admin_app(workers=workers, config=config, engines=engines, live=live),
+                make_admin_app(
+                    workers=workers, config=config, engines=engines, live=live, trace=trace
+                ),
                 admin,
             )
 

@@ -15,14 +15,14 @@ from base64 import b64encode
 from collections.abc import AsyncIterator
 from hashlib import sha256
 from importlib.resources import files
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from dsched.frontdoor.live_sampler import LiveSampler
+from dsched.frontdoor.live import LiveHistory
 
 MAX_READERS: Final = 64
 """Streams open at once. More: so many copies of each message are written beside the tokens."""
@@ -30,9 +30,23 @@ NO_STORE: Final = {"cache-control": "no-store"}
 PAGE_FILE: Final = "live.html"
 
 
-def live_routes(sampler: LiveSampler) -> list[Route]:
-    """Return the routes over a sampler that may not have started yet."""
-    readers = _Readers(sampler)
+class LiveSource(Protocol):
+    """What the routes read: `LiveSampler`, or a stand-in."""
+
+    def encoded(self) -> bytes | None:
+        """The latest snapshot as JSON; `None` before the first."""
+        ...
+
+    async def next_encoded(self) -> bytes | None:
+        """Wait for the next snapshot; `None` when there will be none."""
+        ...
+
+    def history(self) -> LiveHistory: ...
+
+
+def live_routes(source: LiveSource) -> list[Route]:
+    """Return the routes over a source that may have nothing yet."""
+    readers = _Readers(source)
     page = read_page()
     page_headers = {**NO_STORE, **security_headers(page)}
 
@@ -40,7 +54,7 @@ def live_routes(sampler: LiveSampler) -> list[Route]:
         return Response(page, media_type="text/html; charset=utf-8", headers=page_headers)
 
     async def get_snapshot(_: Request) -> Response:
-        data = sampler.encoded()
+        data = source.encoded()
         if data is None:
             return JSONResponse(
                 {"error": "no sample has been taken yet"}, 503, {"retry-after": "1"}
@@ -48,7 +62,7 @@ def live_routes(sampler: LiveSampler) -> list[Route]:
         return Response(data, media_type="application/json", headers=NO_STORE)
 
     async def get_history(_: Request) -> Response:
-        data = msgspec.json.encode(sampler.history())
+        data = msgspec.json.encode(source.history())
         return Response(data, media_type="application/json", headers=NO_STORE)
 
     async def get_stream(_: Request) -> Response:
@@ -67,18 +81,18 @@ def live_routes(sampler: LiveSampler) -> list[Route]:
 class _Readers:
     """Counts the open streams and writes them."""
 
-    def __init__(self, sampler: LiveSampler) -> None:
-        self._sampler = sampler
+    def __init__(self, source: LiveSource) -> None:
+        self._source = source
         self.num_open = 0
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Events until the sampler closes or the reader goes."""
+        """Events until the source closes or the reader goes."""
         self.num_open += 1
         try:
-            data = self._sampler.encoded()
+            data = self._source.encoded()
             if data is not None:
                 yield b"data: " + data + b"\n\n"
-            while (data := await self._sampler.next_encoded()) is not None:
+            while (data := await self._source.next_encoded()) is not None:
                 yield b"data: " + data + b"\n\n"
         finally:
             self.num_open -= 1

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dsched.clock import Clock, wall_time_s
+from dsched.clock import Clock, thread_time_ns, wall_time_s
 from dsched.controller import Controller, EngineStatus, HandoffGap
 from dsched.controller.spare import UNKNOWN_CAPACITY
 from dsched.drivers.base import ExpertLoad
@@ -127,7 +127,7 @@ class LiveSampler:
         self.snapshot: LiveSnapshot | None = None
         """The latest; `None` before the first."""
         self.cost_ns = 0
-        """Time on the event loop that the last sample took."""
+        """Processor time that the last sample took on the event loop's thread."""
         self.is_closed = False
 
     # ---- ControllerObserver
@@ -193,7 +193,7 @@ class LiveSampler:
         """Take one."""
         controller = self._controller
         assert controller is not None
-        started_ns = self._clock.now_ns()
+        started_ns = thread_time_ns()
         columns = RankColumns()
         cost_ns = 0
         size = 0
@@ -202,12 +202,12 @@ class LiveSampler:
             size += len(status.ranks)
             if size >= RANKS_A_SLICE:
                 size = 0
-                cost_ns += self._clock.now_ns() - started_ns
+                cost_ns += thread_time_ns() - started_ns
                 await asyncio.sleep(0)
-                started_ns = self._clock.now_ns()
+                started_ns = thread_time_ns()
         snapshot = self._make(controller, columns)
         self._history.add(columns)
-        self.cost_ns = cost_ns + self._clock.now_ns() - started_ns
+        self.cost_ns = cost_ns + thread_time_ns() - started_ns
         self.snapshot, self._encoded = snapshot, None
         self._wake_readers()
 
@@ -274,11 +274,9 @@ class LiveSampler:
 
     def _faults(self, controller: Controller, stats: FrontDoorStats) -> LiveFaults:
         is_durable, is_registered, is_leader = self._environment.conditions()
-        num_policy_errors = 0
-        if controller.policies is not None:
-            num_policy_errors = sum(
-                sum(guard.num_failures.values()) for guard, _ in controller.policies.guards
-            )
+        num_policy_errors = sum(
+            sum(counts.num_failures.values()) for counts in controller.policies.counts().values()
+        )
         return LiveFaults(
             handoffs=tuple(
                 LiveCount(name=f"{method}, {cause}", count=count)
