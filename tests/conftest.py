@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from dsched.testing.engines import SharedEngines, TinyEngines
 from dsched.testing.etcd_nodes import NO_ETCD, EtcdNodes, is_etcd_there, running_etcd
+from dsched.testing.sglang_engines import NO_SGLANG, is_sglang_there, running_sglang
 from dsched.testing.vllm_engines import (
     GROUP_ARGS,
     NO_VLLM,
-    TinyEngines,
     is_vllm_there,
     running_engines,
 )
@@ -18,7 +19,7 @@ STATE_DIR = Path(__file__).parents[1] / ".dsched" / "tests"
 VLLM_PLUGIN = Path(__file__).parent / "vllm" / "plugin"
 """Lets vLLM's CPU build run an EP group; see the module there."""
 
-collect_ignore = ["vllm/plugin"]  # of the engine's environment, not ours
+collect_ignore = ["vllm/plugin", "sglang/plugin"]  # of the engine's environment, not ours
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +45,36 @@ def vllm_group() -> Iterator[TinyEngines]:
         variables={"PYTHONPATH": str(VLLM_PLUGIN)},
     ) as engines:
         yield engines
+
+
+@pytest.fixture(scope="session")
+def shared_sglang() -> Iterator[dict[str, SharedEngines]]:
+    """SGLang servers with one and with two DP ranks, by kind; started when somebody needs one."""
+    shared = {
+        "sglang": SharedEngines(lambda: running_sglang(state_dir=STATE_DIR)),
+        "sglang-dp2": SharedEngines(
+            lambda: running_sglang(state_dir=STATE_DIR, name="sglang-dp2", num_dp_ranks=2)
+        ),
+    }
+    yield shared
+    for each in shared.values():
+        each.close()
+
+
+@pytest.fixture
+def sglang_engines(shared_sglang: dict[str, SharedEngines]) -> TinyEngines:
+    """One SGLang server; a test may kill it."""
+    if not is_sglang_there():
+        pytest.skip(NO_SGLANG)
+    return shared_sglang["sglang"].get()
+
+
+@pytest.fixture
+def sglang_dp2(shared_sglang: dict[str, SharedEngines]) -> TinyEngines:
+    """One SGLang server with two DP ranks; a test may kill it."""
+    if not is_sglang_there():
+        pytest.skip(NO_SGLANG)
+    return shared_sglang["sglang-dp2"].get()
 
 
 @pytest.fixture(scope="session")

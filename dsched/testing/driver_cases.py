@@ -1,20 +1,22 @@
 """One started driver for each kind of engine, behind one face, for the conformance tests.
 
-`sim` is the simulator on wall time, `double` vLLM's driver over a stand-in server, `vllm` the same
-driver over a real one, `vllm-group` over a real EP group of two DP ranks.
+`sim` is the simulator on wall time; `double` vLLM's driver over a stand-in server, `vllm` the same
+driver over a real one, `vllm-group` over a real EP group of two DP ranks; `sglang-double`,
+`sglang-double-dp2`, `sglang` and `sglang-dp2` the same for SGLang with one and two DP ranks.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from dsched.clock import SystemClock
 from dsched.costs.affine import AffineStepCost
 from dsched.drivers.base import Driver, EngineDescription
 from dsched.drivers.http import HttpPool
 from dsched.drivers.reports import ReportReader
+from dsched.drivers.sglang.driver import SglangDriver
 from dsched.drivers.vllm import VllmDriver
 from dsched.drivers.wire import GenerateCommand, SamplingParams
 from dsched.ids import AttemptId, AttemptIds, EngineId
@@ -22,9 +24,10 @@ from dsched.sim.driver import SimDriver
 from dsched.sim.engine import SimEngine, SimEngineConfig
 from dsched.sim.loop import AsyncioTimers
 from dsched.sim.model import SimModel
+from dsched.testing.engines import TinyEngines
 from dsched.testing.recorders import RecordingListener, RecordingSink
+from dsched.testing.sglang_double import SglangDouble
 from dsched.testing.vllm_double import VllmDouble
-from dsched.testing.vllm_engines import TinyEngines, complete
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,7 +74,7 @@ class DriverCase:
 @asynccontextmanager
 async def open_case(kind: str, engines: TinyEngines | None) -> AsyncIterator[DriverCase]:
     """Open a case; at the end close the driver and check what every sink was told."""
-    opened = open_vllm(engines) if engines is not None else OPENERS[kind]()
+    opened = open_real(engines) if engines is not None else OPENERS[kind]()
     async with opened as case:
         yield case
         case.driver.close()
@@ -125,12 +128,14 @@ async def open_sim() -> AsyncIterator[DriverCase]:
 
 
 @asynccontextmanager
-async def open_double() -> AsyncIterator[DriverCase]:
+async def open_double(kind: str, num_dp_ranks: int) -> AsyncIterator[DriverCase]:
+    """A driver over a stand-in server of its engine."""
+    make_driver, make_double = KINDS[kind]
     reports = ReportReader(endpoint="tcp://127.0.0.1:0")
     reports.start()
-    double = VllmDouble(agent_endpoint=reports.endpoint)
+    double = make_double(agent_endpoint=reports.endpoint, num_dp_ranks=num_dp_ranks)
     await double.start()
-    driver = VllmDriver(engine_id=EngineId("double-0"), url=double.url, reports=reports)
+    driver = make_driver(engine_id=EngineId("double-0"), url=double.url, reports=reports)
 
     async def direct(prompt: Sequence[int], num_tokens: int) -> list[int]:
         return double.model.stream(prompt, num_tokens)
@@ -144,16 +149,17 @@ async def open_double() -> AsyncIterator[DriverCase]:
 
 
 @asynccontextmanager
-async def open_vllm(engines: TinyEngines) -> AsyncIterator[DriverCase]:
+async def open_real(engines: TinyEngines) -> AsyncIterator[DriverCase]:
+    """A driver over a running server."""
+    make_driver, _ = KINDS[engines.kind]
     engine = engines.engines[0]
     reports = ReportReader(endpoint=engines.agent_endpoint)
     reports.start()
     pool = HttpPool(engine.url)
-    driver = VllmDriver(engine_id=engine.engine_id, url=engine.url, reports=reports)
+    driver = make_driver(engine_id=engine.engine_id, url=engine.url, reports=reports)
 
     async def direct(prompt: Sequence[int], num_tokens: int) -> list[int]:
-        choice = await complete(pool, prompt, max_tokens=num_tokens)
-        return list(choice["token_ids"])
+        return await engines.ask(pool, prompt, num_tokens)
 
     async def kill() -> None:
         engine.kill()
@@ -166,4 +172,10 @@ async def open_vllm(engines: TinyEngines) -> AsyncIterator[DriverCase]:
         reports.close()
 
 
-OPENERS = {"sim": open_sim, "double": open_double}
+KINDS: Final = {"vllm": (VllmDriver, VllmDouble), "sglang": (SglangDriver, SglangDouble)}
+OPENERS: Final[dict[str, Callable[[], AbstractAsyncContextManager[DriverCase]]]] = {
+    "sim": open_sim,
+    "double": lambda: open_double("vllm", 1),
+    "sglang-double": lambda: open_double("sglang", 1),
+    "sglang-double-dp2": lambda: open_double("sglang", 2),
+}

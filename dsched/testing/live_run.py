@@ -28,7 +28,7 @@ import aiohttp
 from dsched.clock import SystemClock
 from dsched.config import inherited_environment
 from dsched.drivers.local import free_port
-from dsched.testing.vllm_engines import MODEL_NAME
+from dsched.testing.engines import MODEL_NAME
 
 READY_TIMEOUT_S: Final = 400.0
 STOP_TIMEOUT_S: Final = 60.0
@@ -212,7 +212,7 @@ async def ask_engine(
 
 def smallest_lead(choice: Mapping[str, Any]) -> float:
     """By how much the best token leads, where it leads least."""
-    leads = []
+    leads: list[float] = []
     for top in choice["logprobs"]["top_logprobs"]:
         best, second, *_ = sorted(top.values(), reverse=True)
         leads.append(best - second)

@@ -1,29 +1,25 @@
-"""Real vLLM servers over the tiny model, for tests: started together, stopped together.
+"""Real vLLM servers over the tiny model, for tests; see `engines`."""
 
-One engine needs half a minute to load and about 3 GB, so a test session shares them. They end with
-the session, also when it fails or is interrupted: each runs in a process group of its own that the
-launcher ends, and the kernel ends it if Python dies.
-"""
-
-import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from dsched.drivers.http import HttpPool
-from dsched.drivers.local import LocalEngine, free_port
+from dsched.drivers.local import LocalEngine
 from dsched.drivers.vllm.launcher import find_vllm_python, launch_vllm_engine, make_tiny_model
-from dsched.errors import ConfigError, DriverError
+from dsched.errors import ConfigError
 from dsched.ids import EngineId
+from dsched.testing.engines import (
+    MAX_MODEL_LEN,
+    MAX_RUNNING,
+    MODEL_NAME,
+    TinyEngines,
+    post_json,
+    running_together,
+)
 
 NO_VLLM: Final = "no vLLM environment; run `make .venv-vllm/.ready`"
-MODEL_NAME: Final = "tiny"
-MAX_MODEL_LEN: Final = 1_024
-MAX_RUNNING: Final = 64
-READY_TIMEOUT_S: Final = 300.0
 ENGINE_ARGS: Final = (
     *("--dtype", "float32", "--enforce-eager", "--generation-config", "vllm"),
     *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_RUNNING)),
@@ -38,18 +34,6 @@ GROUP_ARGS: Final = (
 """Two DP ranks that share one set of experts. On a CPU vLLM needs the tests' plug-in for it."""
 
 
-class TinyEngines:
-    """Running servers, and what is needed to talk to them."""
-
-    def __init__(
-        self, *, engines: Sequence[LocalEngine], agent_endpoint: str, model_path: Path
-    ) -> None:
-        self.engines = tuple(engines)
-        self.agent_endpoint = agent_endpoint
-        """Bind a `ReportReader` here; the agents reconnect within two seconds."""
-        self.model_path = model_path
-
-
 def is_vllm_there() -> bool:
     """Whether an environment with vLLM can be found."""
     try:
@@ -59,7 +43,6 @@ def is_vllm_there() -> bool:
     return True
 
 
-@contextmanager
 def running_engines(
     *,
     num_engines: int,
@@ -67,62 +50,30 @@ def running_engines(
     name: str = "vllm",
     args: Sequence[str] = ENGINE_ARGS,
     variables: Mapping[str, str] | None = None,
-) -> Iterator[TinyEngines]:
+) -> AbstractContextManager[TinyEngines]:
     """Start servers, wait until each has answered a request, and stop them at the end.
 
     `variables` are put on top of the servers' environment.
     """
-    engines: list[LocalEngine] = []
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
 
-    async def start() -> Path:
-        model_path = await make_tiny_model(state_dir / "models" / "tiny-moe")
-        for index in range(num_engines):
-            engine = await launch_vllm_engine(
-                model_path,
-                engine_id=EngineId(f"{name}-{index}"),
-                agent_endpoint=endpoint,
-                state_dir=state_dir,
-                served_model_name=MODEL_NAME,
-                extra_args=args,
-                variables=variables,
-            )
-            engines.append(engine)
-        await asyncio.gather(*(wait_until_ready(engine) for engine in engines))
-        return model_path
+    async def launch(engine_id: EngineId, endpoint: str, model_path: Path) -> LocalEngine:
+        return await launch_vllm_engine(
+            model_path,
+            engine_id=engine_id,
+            agent_endpoint=endpoint,
+            state_dir=state_dir,
+            served_model_name=MODEL_NAME,
+            extra_args=args,
+            variables=variables,
+        )
 
-    async def stop() -> None:
-        await asyncio.gather(*(engine.stop() for engine in engines))
-
-    with asyncio.Runner() as runner:
-        try:
-            model_path = runner.run(start())
-            yield TinyEngines(engines=engines, agent_endpoint=endpoint, model_path=model_path)
-        finally:
-            runner.run(stop())
-
-
-async def wait_until_ready(engine: LocalEngine, timeout_s: float = READY_TIMEOUT_S) -> None:
-    """Wait until the server has computed something: its first step may compile for long.
-
-    Raises:
-        DriverError: it died, or is not ready in time; the message has the end of its log.
-    """
-    pool = HttpPool(engine.url)
-    try:
-        async with asyncio.timeout(timeout_s):
-            while engine.is_alive:
-                try:
-                    await complete(pool, [5, 6, 7], max_tokens=2)
-                except DriverError:
-                    await asyncio.sleep(0.5)
-                else:
-                    return
-    except TimeoutError:
-        pass
-    finally:
-        pool.close()
-    raise DriverError(f"engine {engine.engine_id} is not ready: {engine.log_tail()}")
+    return running_together(
+        kind="vllm",
+        engine_ids=[EngineId(f"{name}-{index}") for index in range(num_engines)],
+        make_model=lambda: make_tiny_model(state_dir / "models" / "tiny-moe"),
+        launch=launch,
+        ask=ask_tokens,
+    )
 
 
 async def complete(
@@ -141,14 +92,11 @@ async def complete(
         "return_token_ids": True,
         **fields,
     }
-    status, _, answer = await pool.fetch(
-        "POST",
-        "/v1/completions",
-        headers=[(b"content-type", b"application/json")],
-        body=msgspec.json.encode(body),
-        timeout_s=120,
-    )
-    if status != 200:
-        raise DriverError(f"status {status}: {answer[:500]!r}")
-    choice: dict[str, Any] = msgspec.json.decode(answer)["choices"][0]
+    choice: dict[str, Any] = (await post_json(pool, "/v1/completions", body))["choices"][0]
     return choice
+
+
+async def ask_tokens(pool: HttpPool, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The server's own greedy answer."""
+    choice = await complete(pool, prompt, max_tokens=num_tokens)
+    return list(choice["token_ids"])

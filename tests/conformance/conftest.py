@@ -13,26 +13,42 @@ from dsched.clock import SystemClock
 from dsched.registry import Registry, open_registry
 from dsched.registry.sqlite import SqliteRegistry
 from dsched.testing.driver_cases import DriverCase, open_case
+from dsched.testing.engines import TinyEngines
 from dsched.testing.etcd_nodes import EtcdNodes
-from dsched.testing.vllm_engines import NO_VLLM, TinyEngines, is_vllm_there, running_engines
+from dsched.testing.vllm_engines import NO_VLLM, is_vllm_there, running_engines
 
 STATE_DIR = Path(__file__).parents[2] / ".dsched" / "tests"
-KINDS = ["sim", "double", pytest.param("vllm", marks=pytest.mark.vllm)]
-ENGINES = {"vllm": "vllm_engines", "vllm-group": "vllm_group"}
+DOUBLES = ["sim", "double", "sglang-double", "sglang-double-dp2"]
+ENGINES = {
+    "vllm": "vllm_engines",
+    "vllm-group": "vllm_group",
+    "sglang": "sglang_engines",
+    "sglang-dp2": "sglang_dp2",
+}
 """Fixture of the real engines of each kind."""
 
 
-@pytest.fixture(params=[*KINDS, pytest.param("vllm-group", marks=pytest.mark.vllm)])
+def real(*kinds: str) -> list[object]:
+    """Parameters for real engines, with their marks."""
+    return [
+        pytest.param(kind, marks=[getattr(pytest.mark, kind.partition("-")[0]), pytest.mark.slow])
+        for kind in kinds
+    ]
+
+
+@pytest.fixture(params=[*DOUBLES, *real(*ENGINES)])
 def engine_source(request: pytest.FixtureRequest) -> tuple[str, TinyEngines | None]:
     """The kind of engine; real ones are started here, outside of the test's event loop."""
     fixture = ENGINES.get(request.param)
     return request.param, None if fixture is None else request.getfixturevalue(fixture)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*DOUBLES, *real("vllm", "sglang")])
 def mortal_source(request: pytest.FixtureRequest) -> Iterator[tuple[str, TinyEngines | None]]:
     """The same with an engine that the test may kill."""
-    if request.param != "vllm":
+    if request.param == "sglang":
+        yield request.param, request.getfixturevalue("sglang_engines")
+    elif request.param != "vllm":
         yield request.param, None
     elif not is_vllm_there():
         pytest.skip(NO_VLLM)
