@@ -1,7 +1,8 @@
 """The token journal on disk: a SQLite file that a restarted dsched reads.
 
 In: the same calls as `MemoryJournal`, from the controller's thread. Out: one transaction every
-`flush_interval_s`, written by a thread of its own, with one row for each request that got tokens.
+`flush_interval_s`, written by a thread of its own, with one row for each request that got tokens. A
+request that begins and ends within one interval is one row altogether.
 
 The thread that records never waits for the disk. It only lists the entries that changed; the writer
 copies from each entry what the file lacks. So memory is always ahead of the file, by at most the
@@ -21,8 +22,10 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -38,7 +41,7 @@ from dsched.faults.journal import (
 )
 from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 4
 RETRY_INTERVAL_S = 1.0
 EXPIRE_INTERVAL_S = 10
 MAX_EXPIRED_PER_PASS = 512
@@ -58,7 +61,9 @@ CREATE TABLE IF NOT EXISTS requests (
     opened_s INTEGER NOT NULL,
     finished_s INTEGER,
     finish_reason TEXT,
-    prompt TEXT NOT NULL
+    prompt BLOB NOT NULL,
+    first_attempts TEXT NOT NULL,
+    first_tokens BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS requests_by_id ON requests (request_id);
 CREATE TABLE IF NOT EXISTS attempts (
@@ -68,34 +73,32 @@ CREATE TABLE IF NOT EXISTS attempts (
     engine_id TEXT NOT NULL,
     dp_rank INTEGER NOT NULL,
     first_index INTEGER NOT NULL,
+    prefill_engine_id TEXT,
+    prefill_dp_rank INTEGER,
     PRIMARY KEY (row_id, epoch)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS tokens (
     row_id INTEGER NOT NULL REFERENCES requests ON DELETE CASCADE,
     first_index INTEGER NOT NULL,
-    token_ids TEXT NOT NULL,
+    token_ids BLOB NOT NULL,
     PRIMARY KEY (row_id, first_index)
 ) WITHOUT ROWID;
 """
-"""Token ids are the hexadecimal spelling of 32-bit numbers; `sampling` is JSON."""
+"""Token ids are 32-bit numbers; `sampling` and `first_attempts` are JSON. What a request had when
+it was first written is in its own row; `attempts` and `tokens` have what came later."""
 
+CHUNK_ROWS = (64, 16, 4, 1)
+"""Rows of one statement, largest first: few statements, and few different ones to prepare. 64 rows
+of the widest table stay below the 999 values that an old SQLite takes."""
 
-def _columns(count: int) -> str:
-    return ", ".join(f"json_extract(value, '$[{index}]')" for index in range(count))
-
-
-INSERT_REQUESTS = (
-    "INSERT INTO requests (row_id, request_id, owner, model, sampling, opened_s, prompt)"
-    f" SELECT {_columns(7)} FROM json_each(?)"
-)
-INSERT_ATTEMPTS = f"INSERT INTO attempts SELECT {_columns(6)} FROM json_each(?)"
-INSERT_TOKENS = f"INSERT INTO tokens SELECT {_columns(3)} FROM json_each(?)"
 UPDATE_ENDS = (
     "UPDATE requests SET finished_s = ended.at_s, finish_reason = ended.reason FROM"
     " (SELECT json_extract(value, '$[0]') AS at_s, json_extract(value, '$[1]') AS reason,"
     " json_extract(value, '$[2]') AS row_id FROM json_each(?)) AS ended"
     " WHERE requests.row_id = ended.row_id"
 )
+
+_encode_json = msgspec.json.Encoder().encode
 
 
 class SqliteJournal(MemoryJournal):
@@ -370,9 +373,10 @@ class JournalFile:
         connection.execute("PRAGMA foreign_keys = ON")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version not in (0, SCHEMA_VERSION):
-            raise JournalError(
-                f"{self.path} has journal format {version}; this dsched writes {SCHEMA_VERSION}"
-            )
+            rule = f"this dsched writes {SCHEMA_VERSION}"
+            if version < SCHEMA_VERSION:
+                rule += "; move the file away and start again"
+            raise JournalError(f"{self.path} has journal format {version}; {rule}")
         if version == 0:
             connection.executescript(SCHEMA)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -396,20 +400,17 @@ class JournalFile:
         """Write what the file lacks of each entry, in one transaction; return those that ended."""
         assert self._connection is not None
         connection = self._connection
-        now_s = self.wall_time_s()
         connection.execute("BEGIN IMMEDIATE")
         try:
-            rows = _Rows()
+            rows = _Rows(owner=self.owner, now_s=self.wall_time_s())
             next_row_id = _last_row_id(connection) + 1
             for entry in batch:
                 if entry.row_id is None:
-                    self._add_request(rows, entry, row_id=next_row_id, now_s=now_s)
+                    rows.add_new(entry, row_id=next_row_id)
                     next_row_id += 1
-                    rows.add(entry, row_id=next_row_id - 1, now_s=now_s)
                 else:
-                    rows.add(entry, row_id=entry.row_id, now_s=now_s)
-            for statement, values in rows.statements():
-                connection.execute(statement, (msgspec.json.encode(values).decode(),))
+                    rows.add_rest(entry, row_id=entry.row_id)
+            rows.insert(connection)
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
@@ -420,19 +421,6 @@ class JournalFile:
             entry.num_attempts_written = num_attempts
             entry.num_tokens_written = num_tokens
         return rows.ended
-
-    def _add_request(self, rows: "_Rows", entry: JournalEntry, *, row_id: int, now_s: int) -> None:
-        rows.requests.append(
-            (
-                row_id,
-                entry.request_id,
-                self.owner,
-                entry.model,
-                msgspec.json.encode(entry.sampling).decode(),
-                now_s,
-                array("i", entry.prompt_token_ids).tobytes().hex(),
-            )
-        )
 
     def expire(self, *, max_retained_requests: int, retention_s: float) -> None:
         """Delete finished requests that are too many or too old, and what other owners left open
@@ -458,46 +446,94 @@ class JournalFile:
 class _Rows:
     """What one transaction writes, by table.
 
-    Each table takes one statement for all its rows, as a JSON list: SQLite gives up Python's lock
-    for every statement, and the thread that serves tokens pays for each time it gets it back.
+    Many rows go into one statement: SQLite gives up Python's lock for every statement, and the
+    thread that serves tokens pays for each time it gets it back.
     """
 
-    def __init__(self) -> None:
-        self.requests: list[tuple[int, str, str, str, str, int, str]] = []
-        self.attempts: list[tuple[int, int, str, str, int, int]] = []
-        self.tokens: list[tuple[int, int, str]] = []
-        self.ends: list[tuple[int, str, int]] = []
+    def __init__(self, *, owner: str, now_s: int) -> None:
+        self._owner = owner
+        self._now_s = now_s
+        self._requests: list[tuple[Any, ...]] = []
+        self._attempts: list[tuple[Any, ...]] = []
+        self._tokens: list[tuple[Any, ...]] = []
+        self._ends: list[tuple[int, str, int]] = []
         self.writes: list[tuple[JournalEntry, int, int, int]] = []
         """Entry, its row, and how many attempts and tokens the file then has."""
         self.ended: list[JournalEntry] = []
 
-    def add(self, entry: JournalEntry, *, row_id: int, now_s: int) -> None:
-        """List what the file lacks of `entry`."""
+    def add_new(self, entry: JournalEntry, *, row_id: int) -> None:
+        """List all of an entry that the file does not know."""
         # Read in this order: an end is written only with all tokens, tokens with their attempt.
         finish_reason = entry.finish_reason
         num_tokens = len(entry.tokens)
         num_attempts = len(entry.attempts)
-        for a in entry.attempts[entry.num_attempts_written : num_attempts]:
-            self.attempts.append((row_id, a.epoch, a.attempt_id, *a.target, a.first_index))
-        first_index = entry.num_tokens_written
-        if num_tokens > first_index:
-            token_ids = entry.tokens[first_index:num_tokens].tobytes().hex()
-            self.tokens.append((row_id, first_index, token_ids))
+        attempts = [_attempt_columns(each) for each in entry.attempts[:num_attempts]]
+        self._requests.append(
+            (
+                row_id,
+                entry.request_id,
+                self._owner,
+                entry.model,
+                _encode_json(entry.sampling).decode(),
+                self._now_s,
+                None if finish_reason is None else self._now_s,
+                finish_reason,
+                array("i", entry.prompt_token_ids).tobytes(),
+                _encode_json(attempts).decode(),
+                entry.tokens[:num_tokens].tobytes(),
+            )
+        )
         if finish_reason is not None:
             self.ended.append(entry)
-            self.ends.append((now_s, finish_reason, row_id))
         self.writes.append((entry, row_id, num_attempts, num_tokens))
 
-    def statements(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yield the statements that have rows, each with its rows."""
-        for statement, rows in (
-            (INSERT_REQUESTS, self.requests),
-            (INSERT_ATTEMPTS, self.attempts),
-            (INSERT_TOKENS, self.tokens),
-            (UPDATE_ENDS, self.ends),
-        ):
-            if rows:
-                yield statement, cast("list[Any]", rows)
+    def add_rest(self, entry: JournalEntry, *, row_id: int) -> None:
+        """List what the file lacks of an entry that it knows."""
+        finish_reason = entry.finish_reason  # in the same order
+        num_tokens = len(entry.tokens)
+        num_attempts = len(entry.attempts)
+        for each in entry.attempts[entry.num_attempts_written : num_attempts]:
+            self._attempts.append((row_id, *_attempt_columns(each)))
+        first_index = entry.num_tokens_written
+        if num_tokens > first_index:
+            token_ids = entry.tokens[first_index:num_tokens].tobytes()
+            self._tokens.append((row_id, first_index, token_ids))
+        if finish_reason is not None:
+            self.ended.append(entry)
+            self._ends.append((self._now_s, finish_reason, row_id))
+        self.writes.append((entry, row_id, num_attempts, num_tokens))
+
+    def insert(self, connection: sqlite3.Connection) -> None:
+        """Write all rows."""
+        _insert(connection, "requests", self._requests)
+        _insert(connection, "attempts", self._attempts)
+        _insert(connection, "tokens", self._tokens)
+        if self._ends:
+            connection.execute(UPDATE_ENDS, (_encode_json(self._ends).decode(),))
+
+
+def _insert(connection: sqlite3.Connection, table: str, rows: list[tuple[Any, ...]]) -> None:
+    """Insert rows that have all columns of `table`, many by one statement."""
+    start = 0
+    for num_rows in CHUNK_ROWS:
+        while len(rows) - start >= num_rows:
+            values = list(chain.from_iterable(rows[start : start + num_rows]))
+            connection.execute(_insert_statement(table, len(rows[0]), num_rows), values)
+            start += num_rows
+
+
+@cache
+def _insert_statement(table: str, num_columns: int, num_rows: int) -> str:
+    row = f"({', '.join('?' * num_columns)})"
+    return f"INSERT INTO {table} VALUES {', '.join([row] * num_rows)}"
+
+
+_AttemptColumns = tuple[int, str, str, int, int, str | None, int | None]
+
+
+def _attempt_columns(attempt: AttemptRecord) -> _AttemptColumns:
+    prefill = attempt.prefill or (None, None)
+    return (attempt.epoch, attempt.attempt_id, *attempt.target, attempt.first_index, *prefill)
 
 
 def _last_row_id(connection: sqlite3.Connection) -> int:
@@ -545,8 +581,8 @@ def _read(path: str | Path, where: str, values: tuple[str, ...]) -> Iterator[Req
             # One read transaction: a request and its tokens are from the same moment.
             connection.execute("BEGIN")
             rows = connection.execute(
-                "SELECT row_id, request_id, model, sampling, finish_reason, prompt"
-                f" FROM requests WHERE {where}",
+                "SELECT row_id, request_id, model, sampling, finish_reason, prompt, first_attempts,"
+                f" first_tokens FROM requests WHERE {where}",
                 values,
             )
             for row in rows:
@@ -562,14 +598,20 @@ def _to_record(
     model: str,
     sampling: str,
     finish_reason: str | None,
-    prompt: str,
+    prompt: bytes,
+    first_attempts: str,
+    first_tokens: bytes,
 ) -> RequestRecord:
-    prompt_token_ids = tuple(array("i", bytes.fromhex(prompt)))
-    attempts = connection.execute(
-        "SELECT attempt_id, epoch, engine_id, dp_rank, first_index FROM attempts"
-        " WHERE row_id = ? ORDER BY epoch",
-        (row_id,),
-    )
+    prompt_token_ids = tuple(array("i", prompt))
+    attempts = [
+        *msgspec.json.decode(first_attempts, type=list[_AttemptColumns]),
+        *connection.execute(
+            "SELECT epoch, attempt_id, engine_id, dp_rank, first_index, prefill_engine_id,"
+            " prefill_dp_rank FROM attempts"
+            " WHERE row_id = ? ORDER BY epoch",
+            (row_id,),
+        ),
+    ]
     return RequestRecord(
         request_id=RequestId(request_id),
         model=model,
@@ -582,16 +624,29 @@ def _to_record(
                 epoch=epoch,
                 target=RankId(EngineId(engine_id), DpRank(dp_rank)),
                 first_index=first_index,
+                prefill=None
+                if prefill_engine_id is None
+                else RankId(EngineId(prefill_engine_id), DpRank(prefill_dp_rank)),
             )
-            for attempt_id, epoch, engine_id, dp_rank, first_index in attempts
+            for (
+                epoch,
+                attempt_id,
+                engine_id,
+                dp_rank,
+                first_index,
+                prefill_engine_id,
+                prefill_dp_rank,
+            ) in attempts
         ),
-        output_token_ids=tuple(_read_tokens(connection, row_id, request_id)),
+        output_token_ids=tuple(_read_tokens(connection, row_id, request_id, first_tokens)),
         finish_reason=finish_reason,
     )
 
 
-def _read_tokens(connection: sqlite3.Connection, row_id: int, request_id: str) -> "array[int]":
-    tokens = array("i")
+def _read_tokens(
+    connection: sqlite3.Connection, row_id: int, request_id: str, first_tokens: bytes
+) -> "array[int]":
+    tokens = array("i", first_tokens)
     rows = connection.execute(
         "SELECT first_index, token_ids FROM tokens WHERE row_id = ? ORDER BY first_index",
         (row_id,),
@@ -601,7 +656,7 @@ def _read_tokens(connection: sqlite3.Connection, row_id: int, request_id: str) -
             raise JournalError(
                 f"request {request_id}: tokens from {first_index}, expected {len(tokens)}"
             )
-        tokens.frombytes(bytes.fromhex(token_ids))
+        tokens.frombytes(token_ids)
     return tokens
 
 

@@ -173,6 +173,33 @@ def test_deleted_file_is_written_again(path: Path, journal: SqliteJournal) -> No
     assert found.prompt_token_ids == (0, 1, 2, 3, 4)
 
 
+def test_short_request_is_one_row(path: Path) -> None:
+    """What begins and ends between two flushes costs the file one row, and nothing is left out."""
+    journal = SqliteJournal(path, flush_interval_s=3_600)
+    ids = [serve(journal, f"r{n}", [n, n + 1]) for n in range(150)]
+    longer = serve(journal, "longer", [7], end=None)
+    journal.begin_attempt(
+        longer, attempt_id=AttemptId("2nd"), epoch=2, target=RankId(EngineId("f"), DpRank(1))
+    )
+    journal.record(longer, epoch=2, first_index=1, token_ids=[8])
+    assert journal.flush()
+    with closing(sqlite3.connect(path)) as connection:
+        counts = [
+            connection.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
+            for table in ("requests", "attempts", "tokens")
+        ]
+    found = [read_request(path, request_id) for request_id in ids]
+    unfinished = list(read_unfinished(path))
+    journal.close()
+
+    assert counts == [151, 0, 0]
+    assert [r and (r.output_token_ids, r.finish_reason) for r in found] == [
+        ((n, n + 1), "stop") for n in range(150)
+    ]
+    assert [[a.epoch for a in r.attempts] for r in unfinished] == [[1, 2]]
+    assert unfinished[0].epoch_of(1) == 2
+
+
 @pytest.mark.parametrize("content", [b"", b"not a database at all, but long enough " * 40])
 def test_damaged_file_at_start_is_set_aside(path: Path, content: bytes) -> None:
     """A file that is no database does not stop dsched, and is kept for people to look at."""
@@ -231,16 +258,17 @@ def test_path_that_cannot_be_made(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_file_of_another_version_is_left_alone(path: Path) -> None:
-    """A newer dsched's journal is neither written nor set aside."""
+@pytest.mark.parametrize("version", [2, 99])
+def test_file_of_another_version_is_left_alone(path: Path, version: int) -> None:
+    """An older or newer dsched's journal is neither written nor set aside."""
     path.parent.mkdir()
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 99")
+        connection.execute(f"PRAGMA user_version = {version}")
     journal = SqliteJournal(path, flush_interval_s=0.001)
     serve(journal, "r", [1])
 
     assert not journal.flush()
-    assert "journal format 99" in str(journal.status().degraded_reason)
+    assert f"journal format {version}" in str(journal.status().degraded_reason)
     journal.close()
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
@@ -335,13 +363,14 @@ def test_row_that_is_missing_in_the_file_is_not_glossed_over(
 ) -> None:
     """A request with a hole in its tokens cannot be continued; reading it says where."""
     request_id = serve(journal, "r", [1, 2], end=None)
-    assert journal.flush()
-    journal.record(request_id, epoch=1, first_index=2, token_ids=[3])
+    for index in (2, 3):
+        assert journal.flush()
+        journal.record(request_id, epoch=1, first_index=index, token_ids=[9])
     assert journal.flush()
     with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("DELETE FROM tokens WHERE first_index = 0")
+        connection.execute("DELETE FROM tokens WHERE first_index = 2")
 
-    with pytest.raises(JournalError, match="request r: tokens from 2, expected 0"):
+    with pytest.raises(JournalError, match="request r: tokens from 3, expected 2"):
         list(read_unfinished(path))
 
 
