@@ -2,3 +2,7 @@
 
 A double passes the same conformance tests as what it stands for.
 """
+
+from dsched.testing.policies import policy_check
+
+__all__ = ["policy_check"]
