@@ -222,8 +222,8 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     policy_args: PolicyArguments = {}
     """Keyword arguments for a policy of your own, as a YAML mapping."""
     policy_budget_ms: Annotated[float, Meta(gt=0, le=10_000)] = 2.0
-    """Time of one call of a policy of your own of any kind, in milliseconds. Below: good policies are
-    late on a busy machine. Above: a bad one delays every request by that much until it is
+    """Time of one call of a policy of your own, of any kind, in milliseconds. Below: good policies
+    are late on a busy machine. Above: a bad one delays every request by that much until it is
     suspended."""
     request_cost_us: Annotated[float, Meta(ge=0, le=60_000_000)] = 200.0
     """Step time that one more running request costs, in microseconds: the first term. Too low
@@ -306,6 +306,9 @@ class FaultsConfig(Section, frozen=True, kw_only=True):
     """Prompt tokens of requests that lost their engine which are computed again at the same time,
     for each DP rank that is up; 0 is no limit. Below: their clients wait longer. Above: new
     requests wait for their first token after a loss."""
+    engine_recovery: Literal["off", "watch", "repair"] = "watch"
+    """What to do with the engines' own fault API, where they have one: nothing; stop using ranks
+    that they say are lost; or also let them repair their EP group (the elected leader asks)."""
     spare: Literal["none", "n-1"] = "n-1"
     """Load that a pool takes: `n-1` runs what its EP groups hold without the largest one, so that a
     lost group's requests find room; `none` uses all of them. What is above waits at the router."""

@@ -18,7 +18,7 @@ from dsched.drivers.base import AttemptFinish, Driver, EngineDescription
 from dsched.drivers.vllm.driver import VllmDriver
 from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams, TokenLogprob
 from dsched.errors import ConfigError, DriverError
-from dsched.ids import AttemptId, AttemptIds, EngineId
+from dsched.ids import AttemptId, AttemptIds, EngineId, RankId
 
 READY_TIMEOUT_S = 30.0
 """Time an engine may take to answer before the sweep gives up."""
@@ -106,6 +106,12 @@ class _Listener:
             self.up.set_result(description)
 
     def on_engine_down(self, engine_id: EngineId, reason: str, evidence: object = None) -> None:
+        pass
+
+    def on_rank_lost(self, rank_id: RankId, reason: str) -> None:
+        pass
+
+    def on_rank_back(self, rank_id: RankId) -> None:
         pass
 
     def on_report(self, report: RankReport) -> None:

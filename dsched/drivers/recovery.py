@@ -1,24 +1,25 @@
-"""The engines' own recovery over HTTP: retry, scale out, scale in; one operation at a time.
+"""The engines' own recovery over HTTP: status, retry, scale out; one operation at a time.
 
-Two small clients with one shape. They are asked by an operator (or by what the operator runs on
-`ControllerObserver.on_membership_changed`); dsched never scales by itself.
+Two small clients. `dsched.drivers.rank_watch` asks the first for lost ranks, and lets it repair
+them if the operator allows that; scaling is an operator's word, dsched never scales by itself.
 
 - `VllmRecovery`: vLLM 0.32 with `--enable-fault-tolerance` (external load balancer and a fault
-  tolerant all-to-all backend): `GET /fault_tolerance/status` names healthy, unhealthy and dead
-  engines, `POST /fault_tolerance/apply {"instruction": "retry", "params": {}}` answers 202 and
-  works in the background. Elastic EP: `POST /scale_elastic_ep {"new_data_parallel_size": N,
-  "drain_timeout": S}`.
-- `SglangRecovery`: SGLang 0.5.23 with elastic EP: `POST /scale_elastic_ep {"new_ep_size": N}`,
-  `GET /is_scaling_elastic_ep`.
+  tolerant all-to-all backend): `GET /fault_tolerance/status` lists healthy, unhealthy and dead
+  engine cores, `POST /fault_tolerance/apply {"instruction": "retry", "params": {}}` answers 202 and
+  works in the background. Every server of the group has to be asked: the repair is collective.
+  Elastic EP: `POST /scale_elastic_ep {"new_data_parallel_size": N, "drain_timeout": S}`.
+- `SglangRecovery`: SGLang 0.5.23 with `--elastic-ep-backend`, which can only grow:
+  `POST /scale_elastic_ep {"new_ep_size": N}`, `GET /is_scaling_elastic_ep`.
 
 Neither engine's calls are idempotent, so each operation gets an id of ours that is sent along
 (`X-Request-Id`, and named in every log line) and remembered: asked again with the same id, the
 client waits for what runs or gives the same result, and never sends it twice. A second operation
-beside a running one is refused. What does not end in time is given up; a scaling that failed half
-way is rolled back by asking for the old size once.
+beside a running one is refused. What does not end in time is given up; a vLLM scaling that failed
+half way is rolled back by asking for the old size once.
 
 Everything runs on one event loop; every answer of an engine is checked, an unknown shape is a
-`DriverError`.
+`DriverError`. Shapes are those of the engines' sources (`entrypoints/serve/fault_tolerance`,
+`v1/engine/core_client.py`; `srt/entrypoints/elastic_ep.py`, `srt/managers/tokenizer_manager.py`).
 """
 
 import asyncio
@@ -55,6 +56,17 @@ class EngineHealth(StrEnum):
     DEAD = "dead"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHealth:
+    """What a server says of one of its engine cores."""
+
+    health: EngineHealth
+    reason: str = ""
+    """The fault, or why the last repair failed."""
+    failed_request_id: str | None = None
+    """The server's own id of the repair that failed last."""
+
+
 class OperationOutcome(StrEnum):
     """How an operation ended."""
 
@@ -72,6 +84,20 @@ class OperationResult:
     operation_id: str
     outcome: OperationOutcome
     reason: str = ""
+
+
+class ElasticState(msgspec.Struct, frozen=True, kw_only=True):
+    """SGLang's answer of `/is_scaling_elastic_ep`, under its own names."""
+
+    is_scaling_elastic_ep: bool
+    effective_ep_size: int
+    pending_ep_size: int | None = None
+    scale_phase: str | None = None
+    last_error: str | None = None
+
+
+class _HopelessError(DriverError):
+    """Waiting longer changes nothing."""
 
 
 class _Operations:
@@ -173,6 +199,8 @@ class _Api:
                 if await is_so():
                     return
                 last = "not yet"
+            except _HopelessError:
+                raise
             except DriverError as error:
                 last = str(error)
             await asyncio.sleep(self._poll_interval_s)
@@ -205,8 +233,8 @@ class VllmRecovery:
         self._api = _Api(url, clock=clock or SystemClock(), poll_interval_s=poll_interval_s)
         self._operations = _Operations(self._api.url)
 
-    async def status(self) -> dict[int, EngineHealth]:
-        """Health of every engine (DP rank) of the server.
+    async def status(self) -> dict[int, RankHealth]:
+        """Health of every engine core (DP rank) of the server, by vLLM's index.
 
         Raises:
             DriverError: no answer, fault tolerance is off (404), or an answer of another shape.
@@ -217,22 +245,26 @@ class VllmRecovery:
     async def retry(
         self, *, operation_id: str, timeout_s: float = RETRY_TIMEOUT_S
     ) -> OperationResult:
-        """Let the server rebuild its DP group, and wait until every engine is healthy.
+        """Let the server rebuild its DP group, and wait until every core is healthy.
 
-        Its requests were aborted when the fault happened; dsched has handed them over by then.
-        Raises `EngineRefusedError` while another operation runs.
+        vLLM refuses it while a core is healthy (the group is not yet in fault) or dead (only a
+        restart helps); both end the operation at once. Its requests were aborted when the fault
+        happened, and dsched has handed them over by then. Raises `EngineRefusedError` while another
+        operation runs.
         """
 
-        async def is_healthy() -> bool:
-            return set((await self.status()).values()) == {EngineHealth.HEALTHY}
-
         async def work() -> OperationResult:
-            await self._api.post(
+            answer = await self._api.post(
                 "/fault_tolerance/apply",
                 {"instruction": "retry", "params": {}},
                 operation_id=operation_id,
                 timeout_s=CALL_TIMEOUT_S,
             )
+            request_id = answer.get("request_id") if isinstance(answer, dict) else None
+
+            async def is_healthy() -> bool:
+                return _is_repaired(await self.status(), request_id)
+
             await self._api.wait_until(is_healthy, timeout_s=timeout_s, what="the retry")
             return OperationResult(operation_id=operation_id, outcome=OperationOutcome.DONE)
 
@@ -292,13 +324,15 @@ class SglangRecovery:
         self._api = _Api(url, clock=clock or SystemClock(), poll_interval_s=poll_interval_s)
         self._operations = _Operations(self._api.url)
 
-    async def is_scaling(self) -> bool:
-        """Raises `DriverError` for no answer or one of another shape."""
+    async def state(self) -> ElasticState:
+        """Raises `DriverError` for no answer, elastic EP that is off (404), or another shape."""
         document = await self._api.get("/is_scaling_elastic_ep")
-        value = document.get("is_scaling") if isinstance(document, dict) else document
-        if not isinstance(value, bool):
-            raise DriverError(f"/is_scaling_elastic_ep answers {document!r}, not true or false")
-        return value
+        try:
+            return msgspec.convert(document, ElasticState)
+        except msgspec.ValidationError as error:
+            raise DriverError(
+                f"/is_scaling_elastic_ep answers {str(document)[:200]}: {error}"
+            ) from error
 
     async def scale(
         self,
@@ -308,30 +342,53 @@ class SglangRecovery:
         operation_id: str,
         timeout_s: float = SCALE_TIMEOUT_S,
     ) -> OperationResult:
-        """Change the number of EP ranks, and wait until the server says it is done.
+        """Add EP ranks, and wait until the server serves with them.
+
+        There is no way back to ask for: a scaling that failed is rolled back if the server says
+        that it serves at its old size.
 
         Raises:
-            ValueError: a number below 1.
-            EngineRefusedError: another operation runs, ours or the server's own.
+            ValueError: not more ranks than before.
+            EngineRefusedError: another operation of ours runs.
         """
         _check_sizes(ep_size, old_ep_size)
+        if ep_size <= old_ep_size:
+            raise ValueError(f"the new size is {ep_size}; SGLang only grows, from {old_ep_size}")
 
         async def is_done() -> bool:
-            return not await self.is_scaling()
+            return not (await self.state()).is_scaling_elastic_ep
 
-        async def ask(size: int) -> None:
+        async def ask() -> None:
+            if not await is_done():
+                raise EngineRefusedError(409, f"{self._api.url} is scaling already")
             await self._api.post(
                 "/scale_elastic_ep",
-                {"new_ep_size": size},
+                {"new_ep_size": ep_size},
                 operation_id=operation_id,
                 timeout_s=CALL_TIMEOUT_S,
             )
-            await self._api.wait_until(is_done, timeout_s=timeout_s, what=f"scaling to {size}")
+            await self._api.wait_until(is_done, timeout_s=timeout_s, what=f"scaling to {ep_size}")
+            state = await self.state()
+            if state.effective_ep_size != ep_size:
+                raise DriverError(
+                    f"scaling to {ep_size} ended at {state.effective_ep_size} "
+                    f"({state.scale_phase}): {state.last_error}"
+                )
 
         async def work() -> OperationResult:
-            if await self.is_scaling():
-                raise EngineRefusedError(409, f"{self._api.url} is scaling already")
-            return await _scale_or_go_back(ask, ep_size, old_ep_size, operation_id)
+            try:
+                await ask()
+            except DriverError as error:
+                reason = str(error)
+            else:
+                return OperationResult(operation_id=operation_id, outcome=OperationOutcome.DONE)
+            state = await self.state()
+            is_back = not state.is_scaling_elastic_ep and state.effective_ep_size == old_ep_size
+            return OperationResult(
+                operation_id=operation_id,
+                outcome=OperationOutcome.ROLLED_BACK if is_back else OperationOutcome.FAILED,
+                reason=reason,
+            )
 
         return await self._operations.run(operation_id, work)
 
@@ -339,25 +396,52 @@ class SglangRecovery:
         self._api.close()
 
 
-def read_fault_status(document: object) -> dict[int, EngineHealth]:
-    """Read vLLM's answer, by rank. Raises `DriverError` for another shape.
+class _CoreStatus(msgspec.Struct, frozen=True, kw_only=True):
+    id: int
+    status: EngineHealth
+    fault_info: str | None = None
+    ft_error: str | None = None
+    last_ft_request_id: str | None = None
 
-    >>> read_fault_status({"engines": {"0": {"status": "healthy"}, "1": {"status": "dead"}}})
-    {0: <EngineHealth.HEALTHY: 'healthy'>, 1: <EngineHealth.DEAD: 'dead'>}
+
+class _FaultStatus(msgspec.Struct, frozen=True, kw_only=True):
+    engines: list[_CoreStatus]
+
+
+def read_fault_status(document: object) -> dict[int, RankHealth]:
+    """Read vLLM's answer, by its index of the core. Raises `DriverError` for another shape.
+
+    >>> found = read_fault_status({"schema_version": 1, "total_engines": 1, "engines": [
+    ...     {"id": 3, "status": "unhealthy", "fault_info": "RuntimeError"}]})
+    >>> found[3].health.value, found[3].reason
+    ('unhealthy', 'RuntimeError')
     """
-    engines = document.get("engines", document) if isinstance(document, dict) else None
-    found: dict[int, EngineHealth] = {}
     try:
-        for rank, value in (engines or {}).items():
-            word = value["status"] if isinstance(value, dict) else value
-            found[int(rank)] = EngineHealth(str(word).lower())
-    except (KeyError, TypeError, ValueError):
-        found.clear()
-    if not found:
+        cores = msgspec.convert(document, _FaultStatus).engines
+    except msgspec.ValidationError:
+        cores = []
+    if not cores:
         raise DriverError(
             f"/fault_tolerance/status answers {str(document)[:200]}, not a health for each engine"
         )
-    return dict(sorted(found.items()))
+    return {
+        core.id: RankHealth(
+            health=core.status,
+            reason=core.ft_error or core.fault_info or "",
+            failed_request_id=core.last_ft_request_id,
+        )
+        for core in sorted(cores, key=lambda core: core.id)
+    }
+
+
+def _is_repaired(ranks: dict[int, RankHealth], request_id: object) -> bool:
+    """Raises `_HopelessError` when this repair failed, or cannot help."""
+    for index, rank in ranks.items():
+        if rank.health is EngineHealth.DEAD:
+            raise _HopelessError(f"core {index} is dead: {rank.reason or 'only a restart helps'}")
+        if request_id is not None and rank.failed_request_id == request_id:
+            raise _HopelessError(f"core {index} refuses: {rank.reason}")
+    return all(rank.health is EngineHealth.HEALTHY for rank in ranks.values())
 
 
 def _check_sizes(new_size: int, old_size: int) -> None:

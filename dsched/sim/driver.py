@@ -26,7 +26,7 @@ from dsched.drivers.base import (
 )
 from dsched.drivers.wire import GenerateCommand, RankReport
 from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableError
-from dsched.ids import AttemptId, EngineId
+from dsched.ids import AttemptId, DpRank, EngineId, RankId
 from dsched.sim.engine import SimAttempt, SimEngine
 from dsched.sim.expert_load import SimExpertLoad
 from dsched.sim.loop import OutputBatch, Timer, Timers
@@ -230,6 +230,23 @@ class SimDriver:
             self._kick_soon()
         elif self.engine.is_stepping:
             self._schedule_step_end(rest_ns)
+
+    def lose_rank(self, dp_rank: DpRank, reason: str) -> None:
+        """Tell that one rank is gone while the engine answers."""
+        self._soon(lambda: self._tell_rank(dp_rank, reason))
+
+    def restore_rank(self, dp_rank: DpRank) -> None:
+        """Tell that it works again."""
+        self._soon(lambda: self._tell_rank(dp_rank, None))
+
+    def _tell_rank(self, dp_rank: DpRank, reason: str | None) -> None:
+        if self._listener is None or self._is_dead:
+            return
+        rank_id = RankId(self._engine_id, dp_rank)
+        if reason is None:
+            self._listener.on_rank_back(rank_id)
+        else:
+            self._listener.on_rank_lost(rank_id, reason)
 
     def slow(self, factor: float) -> None:
         """Let each step from the next on take `factor` times as long; 1 is as before."""

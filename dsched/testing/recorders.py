@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dsched.drivers.base import AttemptFinish, EngineDescription
 from dsched.drivers.wire import RankReport, TokenLogprob
 from dsched.errors import DriverError
-from dsched.ids import AttemptId, EngineId
+from dsched.ids import AttemptId, EngineId, RankId
 from dsched.states import Evidence
 
 
@@ -83,6 +83,9 @@ class RecordingListener:
         self.downs: list[tuple[EngineId, str]] = []
         self.evidence: list[Evidence] = []
         """Of each of them."""
+        self.lost_ranks: list[tuple[RankId, str]] = []
+        """Rank and reason, each time one was told."""
+        self.ranks_back: list[RankId] = []
         self.reports: list[RankReport] = []
         self._news = asyncio.Event()
 
@@ -98,6 +101,14 @@ class RecordingListener:
     ) -> None:
         self.downs.append((engine_id, reason))
         self.evidence.append(evidence)
+        self._news.set()
+
+    def on_rank_lost(self, rank_id: RankId, reason: str) -> None:
+        self.lost_ranks.append((rank_id, reason))
+        self._news.set()
+
+    def on_rank_back(self, rank_id: RankId) -> None:
+        self.ranks_back.append(rank_id)
         self._news.set()
 
     def on_report(self, report: RankReport) -> None:

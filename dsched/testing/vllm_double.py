@@ -3,10 +3,12 @@
 It serves what dsched's vLLM driver uses of vLLM 0.32: `/v1/completions` with token ids, streamed,
 `/v1/models`, `/health`, `/version` and `/metrics`, in front of an `EngineDouble`.
 
-A fault of its own: `kill_core` (the API server lives on for a moment and says that its engine core
-has died).
+Faults of its own: `kill_core` (the API server lives on for a moment and says that its engine core
+has died), and with `core_status` set, as by `--enable-fault-tolerance`, `break_group`: the core
+aborts its requests and waits for `/fault_tolerance/apply`.
 """
 
+import asyncio
 from typing import Any, ClassVar, Final
 
 from aiohttp import web
@@ -21,7 +23,13 @@ class VllmDouble(EngineDouble):
 
     kind: ClassVar[str] = "vllm"
     version = "0.32.0"
+    core_status: dict[str, Any] | None = None
+    """What `/fault_tolerance/status` lists; `None` answers 404, as without fault tolerance."""
+    can_heal = True
+    num_repairs = 0
+    """Times that `/fault_tolerance/apply` was called."""
     _is_core_dead = False
+    _is_healed: asyncio.Event | None = None
 
     def routes(self) -> list[web.RouteDef]:
         """See `EngineDouble.routes`."""
@@ -31,6 +39,8 @@ class VllmDouble(EngineDouble):
             web.get("/v1/models", self.models_answer),
             web.get("/metrics", self._metrics),
             web.post("/v1/completions", self._completions),
+            web.get("/fault_tolerance/status", self._fault_status),
+            web.post("/fault_tolerance/apply", self._repair),
         ]
 
     def kill_core(self) -> None:
@@ -39,6 +49,40 @@ class VllmDouble(EngineDouble):
         self.abandon_agents()
         for rank in self.ranks:
             rank.drop_all()
+
+    def break_group(self, status: str = "unhealthy", fault: str = "RuntimeError") -> None:
+        """Abort all requests and wait to be repaired; `/health` goes on answering 200."""
+        self.core_status = {"id": 0, "status": status, "fault_info": fault}
+        self._is_healed = asyncio.Event()
+        for rank in self.ranks:
+            rank.drop_all()
+
+    async def _fault_status(self, request: web.Request) -> web.Response:
+        await self.pass_by(request)
+        if self.core_status is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        document = {"schema_version": 1, "total_engines": 1, "engines": [self.core_status]}
+        return web.json_response(document)
+
+    async def _repair(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.core_status is None or body != {"instruction": "retry", "params": {}}:
+            return web.json_response({"detail": "Invalid instruction"}, status=400)
+        self.num_repairs += 1
+        request_id = f"ft-{self.num_repairs}"
+        asyncio.get_running_loop().call_later(0.05, self._end_repair, request_id)
+        return web.json_response({"message": "accepted", "request_id": request_id}, status=202)
+
+    def _end_repair(self, request_id: str) -> None:
+        if self.core_status is None:
+            return
+        if self.core_status["status"] == "unhealthy" and self.can_heal:
+            self.core_status = {"id": 0, "status": "healthy"}
+            if self._is_healed is not None:
+                self._is_healed.set()
+        else:
+            reason = f"Rejecting retry: status is {self.core_status['status']}"
+            self.core_status |= {"last_ft_request_id": request_id, "ft_error": reason}
 
     async def _health(self, request: web.Request) -> web.Response:
         await self.pass_by(request)
@@ -68,6 +112,8 @@ class VllmDouble(EngineDouble):
             min_tokens=body.get("min_tokens", 0),
             stop_token_ids=body.get("stop_token_ids", ()),
         )
+        if self._is_healed is not None:
+            await self._is_healed.wait()  # the core takes requests in, and computes none
         rank = self.ranks[int(request.headers.get("x-data-parallel-rank", 0))]
         rank.add(run)
         try:
@@ -110,12 +156,18 @@ class VllmDouble(EngineDouble):
             if finish_reason is not None:
                 break
         else:
-            await write_event(response, {"error": {"message": ENGINE_DEAD, "code": 500}})
+            await write_event(response, self._broken_off())
         if body.get("stream_options", {}).get("include_usage") and item is not None:
             details = {"cached_tokens": 0}
             usage = {"prompt_tokens": len(run.prompt), "prompt_tokens_details": details}
             await write_event(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
+
+    def _broken_off(self) -> dict[str, Any]:
+        if self.core_status is None or self._is_core_dead:
+            return {"error": {"message": ENGINE_DEAD, "code": 500}}
+        choice = {"index": 0, "text": "", "finish_reason": "abort", "token_ids": []}
+        return {"choices": [choice]}
 
     def _logprobs(self, token: int, num_top: int) -> dict[str, Any]:
         others = [each for each in range(num_top + 1) if each != token][:num_top]

@@ -179,8 +179,10 @@ class StreamReader(AnswerReader):
             if has_tokens and self._has_logprobs:
                 self.logprobs.pop()
             self.end = StreamEnd(reason=FinishReason.STOP, stop_token_id=stop_token_id)
+        elif finish_reason == "abort":
+            # Our own abort hears nothing more. vLLM aborts by itself when its EP group broke.
+            raise EngineUnreachableError("the engine aborted the answer by itself")
         else:
-            # `abort` reaches us only if somebody else aborted: our own abort hears nothing more.
             raise DriverError(f"the engine ended the answer with {finish_reason!r}")
 
 

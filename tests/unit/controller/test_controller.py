@@ -921,8 +921,41 @@ def test_a_lost_rank_of_an_elastic_group_moves_its_own_requests_only() -> None:
     assert [command.dp_rank for command in engine.commands.values()][4:] == [1, 1]
     (status,) = bench.controller.engine_statuses()
     assert [rank.state.name for rank in status.ranks] == ["DOWN", "UP"]
-    with pytest.raises(ValueError, match="there is no rank e0/9"):
-        bench.controller.on_rank_lost(RankId(engine.engine_id, DpRank(9)), "?")
+
+
+def test_a_lost_rank_said_again_or_unknown_changes_nothing() -> None:
+    """Watches repeat themselves; one that is out of date must not stop the tick."""
+    (engine,) = engines(1, num_dp_ranks=2)
+    bench = make_group_bench(engine, is_elastic=True)
+    lost = RankId(engine.engine_id, DpRank(0))
+    bench.controller.on_rank_lost(lost, "device lost")
+    bench.controller.tick()
+    epoch = bench.controller.membership.epoch
+
+    bench.controller.on_rank_lost(lost, "device lost")
+    bench.controller.on_rank_lost(RankId(engine.engine_id, DpRank(9)), "?")
+    bench.controller.on_rank_back(RankId(engine.engine_id, DpRank(1)))
+    bench.controller.on_rank_back(RankId(EngineId("nobody"), DpRank(0)))
+    bench.controller.tick()
+
+    assert bench.controller.membership.epoch == epoch
+
+
+def test_a_rank_that_came_back_is_used_again() -> None:
+    """Without a restart of its engine; the epoch rises once more."""
+    (engine,) = engines(1, num_dp_ranks=2)
+    bench = make_group_bench(engine, is_elastic=True)
+    lost = RankId(engine.engine_id, DpRank(0))
+    bench.controller.on_rank_lost(lost, "device lost")
+    bench.controller.tick()
+    epoch = bench.controller.membership.epoch
+
+    bench.controller.on_rank_back(lost)
+    bench.controller.tick()
+    open_requests(bench, 4)
+
+    assert bench.controller.membership.epoch == epoch + 1
+    assert sorted(command.dp_rank for command in engine.commands.values()) == [0, 0, 1, 1]
 
 
 def test_the_observer_hears_in_the_tick_that_lost_the_engine() -> None:

@@ -10,6 +10,7 @@ from aiohttp import web
 from dsched.drivers.recovery import (
     EngineHealth,
     OperationOutcome,
+    RankHealth,
     SglangRecovery,
     VllmRecovery,
     read_fault_status,
@@ -22,8 +23,14 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any, str | None]] = []
-        self.health = {"0": "healthy", "1": "unhealthy", "2": "dead"}
+        self.cores: list[dict[str, Any]] = [
+            {"id": 0, "status": "healthy"},
+            {"id": 1, "status": "unhealthy", "fault_info": "RuntimeError"},
+        ]
         self.heals = True
+        self.ep_size = 4
+        self.can_grow = True
+        self.num_repairs = 0
         self.scale_status: dict[int, int] = {}
         """Answer to a wanted size; 200 where it is not here."""
         self.num_polls_scaling = 2
@@ -54,8 +61,8 @@ class FakeServer:
         await self._runner.cleanup()
 
     async def _status(self, _: web.Request) -> web.Response:
-        engines = {rank: {"status": word} for rank, word in self.health.items()}
-        return web.json_response({"engines": engines})
+        document = {"schema_version": 1, "total_engines": len(self.cores), "engines": self.cores}
+        return web.json_response(document)
 
     async def _note(self, request: web.Request) -> Any:  # noqa: ANN401
         body = await request.json()
@@ -66,21 +73,35 @@ class FakeServer:
         body = await self._note(request)
         if body["instruction"] != "retry":
             return web.json_response({"error": "only retry"}, status=400)
+        self.num_repairs += 1
+        request_id = f"ft-{self.num_repairs}"
         if self.heals:
-            asyncio.get_running_loop().call_later(
-                0.05, lambda: self.health.update(dict.fromkeys(self.health, "healthy"))
-            )
-        return web.json_response({"message": "accepted"}, status=202)
+            asyncio.get_running_loop().call_later(0.05, self.heal)
+        return web.json_response({"message": "accepted", "request_id": request_id}, status=202)
+
+    def heal(self) -> None:
+        self.cores = [{"id": core["id"], "status": "healthy"} for core in self.cores]
 
     async def _scale(self, request: web.Request) -> web.Response:
         body = await self._note(request)
         size = body.get("new_data_parallel_size") or body["new_ep_size"]
         self.num_scaling_polls = 10_000 if size == self.is_stuck_at else self.num_polls_scaling
+        if self.can_grow and "new_ep_size" in body:
+            self.ep_size = size
         return web.json_response({}, status=self.scale_status.get(size, 200))
 
     async def _is_scaling(self, _: web.Request) -> web.Response:
         self.num_scaling_polls -= 1
-        return web.json_response({"is_scaling": self.num_scaling_polls > 0})
+        is_scaling = self.num_scaling_polls > 0
+        return web.json_response(
+            {
+                "is_scaling_elastic_ep": is_scaling,
+                "effective_ep_size": self.ep_size,
+                "pending_ep_size": 8 if is_scaling else None,
+                "scale_phase": "joining" if is_scaling else "failed",
+                "last_error": None if self.can_grow else "rank 7 did not join",
+            }
+        )
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": []}, status=self.models_status)
@@ -119,14 +140,18 @@ async def sglang(server: FakeServer) -> AsyncIterator[SglangRecovery]:
 async def test_status_names_every_rank(vllm: VllmRecovery) -> None:
     """By rank, in vLLM's words."""
     assert await vllm.status() == {
-        0: EngineHealth.HEALTHY,
-        1: EngineHealth.UNHEALTHY,
-        2: EngineHealth.DEAD,
+        0: RankHealth(health=EngineHealth.HEALTHY),
+        1: RankHealth(health=EngineHealth.UNHEALTHY, reason="RuntimeError"),
     }
 
 
 @pytest.mark.parametrize(
-    "document", [None, [], {}, {"engines": {}}, {"engines": {"0": "well"}}, {"a": "healthy"}]
+    "document",
+    [
+        *(None, [], {}, {"a": "healthy"}, {"engines": []}, {"engines": {"0": "healthy"}}),
+        {"engines": [{"id": 0, "status": "well"}]},
+        {"engines": [{"status": "healthy"}]},
+    ],
 )
 def test_a_status_of_another_shape_is_an_error(document: object) -> None:
     """Never a guess."""
@@ -162,6 +187,30 @@ async def test_a_retry_that_heals_nothing_fails_in_time(
     assert result.reason == "the retry has not ended after 0.05 s: not yet"
     server.heals = True
     assert (await vllm.retry(operation_id="op-2")).outcome is OperationOutcome.DONE
+
+
+async def test_a_retry_that_the_core_refuses_ends_at_once(
+    server: FakeServer, vllm: VllmRecovery
+) -> None:
+    """vLLM writes the refusal of a request into the status, under the id that it gave it."""
+    server.heals = False
+    server.cores[1] |= {"last_ft_request_id": "ft-1", "ft_error": "status is HEALTHY"}
+
+    result = await vllm.retry(operation_id="op-1", timeout_s=60)
+
+    assert result.outcome is OperationOutcome.FAILED
+    assert result.reason == "core 1 refuses: status is HEALTHY"
+
+
+async def test_a_dead_core_is_not_waited_for(server: FakeServer, vllm: VllmRecovery) -> None:
+    """Nothing but a restart brings it back."""
+    server.heals = False
+    server.cores[1] = {"id": 1, "status": "dead"}
+
+    result = await vllm.retry(operation_id="op-1", timeout_s=60)
+
+    assert result.outcome is OperationOutcome.FAILED
+    assert result.reason == "core 1 is dead: only a restart helps"
 
 
 async def test_a_second_operation_beside_a_running_one_is_refused(vllm: VllmRecovery) -> None:
@@ -225,19 +274,33 @@ async def test_sglang_scales_and_waits(server: FakeServer, sglang: SglangRecover
 
     assert result.outcome is OperationOutcome.DONE
     assert server.calls == [("/scale_elastic_ep", {"new_ep_size": 8}, "op-1")]
-    assert server.num_scaling_polls == 0
+    assert server.num_scaling_polls <= 0
 
 
-async def test_sglang_scaling_that_hangs_is_rolled_back(
+async def test_sglang_scaling_that_fails_serves_at_its_old_size(
     server: FakeServer, sglang: SglangRecovery
 ) -> None:
-    """After the time it may take."""
+    """The server went back by itself; nothing is asked for a second time."""
+    server.can_grow = False
+
+    result = await sglang.scale(8, old_ep_size=4, operation_id="op-1")
+
+    assert result.outcome is OperationOutcome.ROLLED_BACK
+    assert result.reason == "scaling to 8 ended at 4 (failed): rank 7 did not join"
+    assert server.sizes == [8]
+
+
+async def test_sglang_scaling_that_hangs_is_a_failure(
+    server: FakeServer, sglang: SglangRecovery
+) -> None:
+    """After the time it may take; SGLang has no way back to ask for."""
     server.is_stuck_at = 8
 
     result = await sglang.scale(8, old_ep_size=4, operation_id="op-1", timeout_s=0.08)
 
-    assert result.outcome is OperationOutcome.ROLLED_BACK
-    assert server.sizes == [8, 4]
+    assert result.outcome is OperationOutcome.FAILED
+    assert "scaling to 8 has not ended" in result.reason
+    assert server.sizes == [8]
 
 
 async def test_sglang_that_scales_already_is_left_alone(
@@ -259,6 +322,8 @@ async def test_wrong_input_is_named(vllm: VllmRecovery, sglang: SglangRecovery) 
         await vllm.scale(0, old_num_dp_ranks=2, operation_id="x")
     with pytest.raises(ValueError, match="the old size is -1"):
         await sglang.scale(1, old_ep_size=-1, operation_id="x")
+    with pytest.raises(ValueError, match="the new size is 4; SGLang only grows, from 8"):
+        await sglang.scale(4, old_ep_size=8, operation_id="x")
     with pytest.raises(ValueError, match="operation_id is ''"):
         await vllm.retry(operation_id="")
     with pytest.raises(ConfigError):
