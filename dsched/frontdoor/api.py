@@ -28,7 +28,7 @@ from dsched.frontdoor.intake import Intake, make_intake
 from dsched.frontdoor.models import ServedModel
 from dsched.frontdoor.schema import parse_chat, parse_completion
 from dsched.frontdoor.stats import MS, Api, FrontDoorMetrics, FrontDoorStats, RequestRecord
-from dsched.frontdoor.text import Detokenizer, StopFinder
+from dsched.frontdoor.text import StopFinder
 from dsched.ids import RequestId
 
 INLINE_CHARS = 4_096
@@ -172,7 +172,7 @@ class CompletionApi:
                 created_s=wall_time_s(),
                 has_usage=has_usage,
             ),
-            detokenizer=Detokenizer(tokenizer, request.prompt_token_ids),
+            detokenizer=intake.served.texts.detokenizer(request.prompt_token_ids),
             finder=StopFinder(intake.stops) if intake.stops else None,
             logprobs=LogprobWriter(api, tokenizer) if has_logprobs else None,
             headers=call.headers,

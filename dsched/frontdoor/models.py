@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 
 from dsched.clock import wall_time_s
 from dsched.frontdoor.renderer import Renderer, load_renderer, load_tokenizer
+from dsched.frontdoor.text import TokenTexts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,6 +19,10 @@ class ServedModel:
     renderer: Renderer
     created_s: int = field(default_factory=wall_time_s)
     """Seconds since 1970, shown by `/v1/models`."""
+    texts: TokenTexts = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "texts", TokenTexts(self.tokenizer))
 
 
 def load_model(

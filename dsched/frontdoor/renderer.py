@@ -95,24 +95,22 @@ class TemplateRenderer:
         self._control = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def encode_text(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return _encode(self._tokenizer, text, add_special_tokens=True)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, template_args: Mapping[str, Any]
     ) -> list[int]:
         marked, mark, spellings = self._mark(messages)
         rendered = self._render(marked, template_args)
-        ids: list[int] = []
         if mark is None:
-            ids += self._tokenizer.encode(rendered, add_special_tokens=False).ids
-            return ids
+            return _encode(self._tokenizer, rendered, add_special_tokens=False)
+        ids: list[int] = []
         for place, piece in enumerate(rendered.split(mark)):
             # Marks come in pairs around a number, so every second piece is one.
             if place % 2 and piece.isdigit() and int(piece) < len(spellings):
-                ids += self._plain.encode(spellings[int(piece)], add_special_tokens=False).ids
+                ids += _encode(self._plain, spellings[int(piece)], add_special_tokens=False)
             elif piece:
-                ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
+                ids += _encode(self._tokenizer, piece, add_special_tokens=False)
         return ids
 
     def _mark(
@@ -147,6 +145,14 @@ class TemplateRenderer:
             # made for, so the client has to act.
             rule = f"the model's chat template refused the messages: {error}"
             raise bad_request(rule, param="messages") from error
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    # The batch call is the one that can leave out where each token lies in the text, which takes a
+    # quarter of the time and nobody asks for.
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def control_spellings(tokenizer: Tokenizer) -> list[str]:

@@ -4,11 +4,18 @@ Two things make this more than a lookup. A character may be spread over several 
 held back until it is whole (`Detokenizer`). A stop string may be spread over several pieces, so
 text that may be its beginning is held back until it is known not to be (`StopFinder`).
 
+Almost all of today's models decode byte by byte: a token's bytes do not depend on its neighbours.
+For them the text of each token is looked up, and only characters that are spread over several
+tokens are decoded together (`TokenTexts`, `ByteDetokenizer`). For all others the tokenizer's own
+decoder follows the answer from the end of its prompt (`StreamDetokenizer`).
+
 An incomplete character at the very end of an answer is dropped, as vLLM does: half of a character
 is not text, and a replacement sign would be text that the model did not write.
 """
 
+import json
 from collections.abc import Sequence
+from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -21,8 +28,94 @@ _MAX_PRIME_TOKENS = 24
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class Detokenizer:
+class Detokenizer(Protocol):
     """The text of one answer, incrementally. O(1) per token; never gives part of a character."""
+
+    def feed(self, token_id: int) -> str:
+        """Return the text that `token_id` completes, often one token's, sometimes none."""
+        ...
+
+
+class TokenTexts:
+    """The texts of one tokenizer's tokens, where they do not depend on their neighbours.
+
+    Filled as tokens are met: one entry for each token that has been in an answer.
+    """
+
+    __slots__ = ("_tokenizer", "_whole")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._whole: dict[int, str] | None = {} if decodes_by_byte(tokenizer) else None
+
+    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """Return the detokenizer of an answer to this prompt."""
+        if self._whole is not None and self._ends_whole(prompt_token_ids):
+            return ByteDetokenizer(self._tokenizer, self._whole)
+        return StreamDetokenizer(self._tokenizer, prompt_token_ids)
+
+    def _ends_whole(self, token_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends between two characters; special tokens at its end say nothing."""
+        assert self._whole is not None
+        for token_id in reversed(token_ids[-_PRIME_TOKENS:]):
+            text = self._whole.get(token_id)
+            if text is None:
+                ByteDetokenizer(self._tokenizer, self._whole).feed(token_id)
+                text = self._whole.get(token_id)
+            if text or text is None:
+                return text is not None
+        return len(token_ids) <= _PRIME_TOKENS
+
+
+def decodes_by_byte(tokenizer: Tokenizer) -> bool:
+    """Whether the text of several tokens is their bytes one after the other."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    return bool(decoder.get("type") == "ByteLevel")
+
+
+class ByteDetokenizer:
+    """A `Detokenizer` for tokens whose bytes stand for themselves."""
+
+    __slots__ = ("_held", "_tokenizer", "_whole")
+
+    def __init__(self, tokenizer: Tokenizer, whole: dict[int, str]) -> None:
+        """`whole`: texts of tokens that begin and end between characters; gains what is met."""
+        self._tokenizer = tokenizer
+        self._whole = whole
+        self._held: list[int] = []
+        """Tokens since the last whole character."""
+
+    def feed(self, token_id: int) -> str:
+        """Return the text that `token_id` completes."""
+        if not self._held:
+            text = self._whole.get(token_id)
+            if text is not None:
+                return text
+        return self._decode(token_id)
+
+    def _decode(self, token_id: int) -> str:
+        held = [*self._held, token_id]
+        try:
+            text: str = self._tokenizer.decode(held, skip_special_tokens=True)
+        except (OverflowError, TypeError):
+            # Not an unsigned 32-bit number: an engine's mistake; it has no text.
+            return ""
+        if text.endswith(_REPLACEMENT):
+            self._held = held
+            return ""
+        if not self._held and _REPLACEMENT not in text and _is_known(self._tokenizer, token_id):
+            self._whole[token_id] = text
+        self._held = []
+        return text
+
+
+def _is_known(tokenizer: Tokenizer, token_id: int) -> bool:
+    # What is outside the vocabulary is not remembered: there is no end of it.
+    return tokenizer.id_to_token(token_id) is not None
+
+
+class StreamDetokenizer:
+    """A `Detokenizer` for every tokenizer: its own decoder sees the whole answer."""
 
     __slots__ = ("_stream", "_tokenizer")
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from dsched.config import FrontDoorConfig
@@ -14,7 +14,7 @@ from dsched.frontdoor import FrontDoor, ServedModel
 from dsched.frontdoor.errors import ApiError
 from dsched.frontdoor.renderer import TemplateRenderer
 from dsched.frontdoor.schema import parse_chat, parse_completion
-from dsched.frontdoor.text import Detokenizer, StopFinder
+from dsched.frontdoor.text import StopFinder, TokenTexts
 from dsched.sim.tokenizer import CHAT_TEMPLATE, build_sim_tokenizer
 from dsched.testing.fake_control import FakeControlPlane
 from dsched.testing.raw_http import RawClient
@@ -198,6 +198,34 @@ def test_stop_strings_cut_as_if_the_text_came_at_once(
     assert finder.is_found == bool(places)
 
 
+RENDERER = TemplateRenderer(TOKENIZER)
+TOKEN_IDS = st.lists(st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=12)
+
+
+@given(prompt=TOKEN_IDS, ids=TOKEN_IDS)
+def test_texts_looked_up_are_those_of_the_decoder(prompt: list[int], ids: list[int]) -> None:
+    """Any tokens in any order, also those that are parts of characters or of none, become the text
+    that the tokenizer itself makes of prompt and answer together."""
+    whole = TOKENIZER.decode([*prompt, *ids])
+    assume(not TOKENIZER.decode(prompt).endswith("\N{REPLACEMENT CHARACTER}"))
+    assume(not whole.endswith("\N{REPLACEMENT CHARACTER}"))
+    detokenizer = TokenTexts(TOKENIZER).detokenizer(prompt)
+
+    text = "".join(map(detokenizer.feed, ids))
+
+    assert TOKENIZER.decode(prompt) + text == whole
+
+
+@given(text=st.text(max_size=200))
+def test_ids_are_those_of_the_tokenizer(text: str) -> None:
+    """Leaving out where tokens lie changes no token."""
+    try:
+        expected = TOKENIZER.encode(text).ids
+    except UnicodeEncodeError:
+        reject()  # half of a surrogate pair is refused before it gets here
+    assert RENDERER.encode_text(text) == expected
+
+
 @given(st.text(max_size=60))
 def test_pieces_join_to_the_text(text: str) -> None:
     """Every text comes back unchanged from its tokens, and no piece shows half of a character."""
@@ -205,7 +233,7 @@ def test_pieces_join_to_the_text(text: str) -> None:
         ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     except UnicodeEncodeError:
         pytest.skip("half of a surrogate pair is refused before it gets here")
-    detokenizer = Detokenizer(TOKENIZER)
+    detokenizer = TokenTexts(TOKENIZER).detokenizer()
     pieces = [detokenizer.feed(token_id) for token_id in ids]
 
     # The decoder waits behind a replacement sign that the text itself holds.

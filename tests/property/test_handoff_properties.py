@@ -23,7 +23,7 @@ from dsched.frontdoor.answer import Answer
 from dsched.frontdoor.errors import ApiError
 from dsched.frontdoor.format import AnswerFormat
 from dsched.frontdoor.stats import Api, ModelStats
-from dsched.frontdoor.text import Detokenizer, StopFinder
+from dsched.frontdoor.text import StopFinder, TokenTexts
 from dsched.ids import AttemptIds, EngineId, RequestId
 from dsched.sim.cluster import SimHost
 from dsched.sim.loop import SimLoop
@@ -186,7 +186,7 @@ class Bench:
             format=AnswerFormat(
                 Api.CHAT, answer_id="a", model="m", created_s=0, has_usage=self.is_stream
             ),
-            detokenizer=Detokenizer(TOKENIZER, PROMPT),
+            detokenizer=TokenTexts(TOKENIZER).detokenizer(PROMPT),
             finder=StopFinder(case.stops) if case.stops else None,
             logprobs=None,
             headers=[],

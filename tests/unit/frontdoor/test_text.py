@@ -1,16 +1,29 @@
 """Detokenizer and StopFinder: whole characters, and stop strings wherever the pieces end."""
 
+from collections.abc import Callable
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dsched.frontdoor.format import token_bytes, token_text
-from dsched.frontdoor.text import Detokenizer, StopFinder
+from dsched.frontdoor.text import Detokenizer, StopFinder, StreamDetokenizer, TokenTexts
 from dsched.sim.tokenizer import build_sim_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return build_sim_tokenizer()
+
+
+Maker = Callable[..., Detokenizer]
+
+
+@pytest.fixture(params=["looked up", "decoded"])
+def make(request: pytest.FixtureRequest) -> Maker:
+    """Both detokenizers keep the same rules."""
+    if request.param == "decoded":
+        return StreamDetokenizer
+    return lambda tokenizer, prompt=(): TokenTexts(tokenizer).detokenizer(prompt)
 
 
 def metaspace_tokenizer() -> Tokenizer:
@@ -22,9 +35,9 @@ def metaspace_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def test_character_comes_with_its_last_token(tokenizer: Tokenizer) -> None:
+def test_character_comes_with_its_last_token(make: Maker, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("aé😀b", add_special_tokens=False).ids
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = make(tokenizer)
 
     pieces = [detokenizer.feed(token_id) for token_id in ids]
 
@@ -33,40 +46,44 @@ def test_character_comes_with_its_last_token(tokenizer: Tokenizer) -> None:
     assert pieces.count("") == len(ids) - 4
 
 
-def test_space_between_prompt_and_answer_is_kept() -> None:
+def test_space_between_prompt_and_answer_is_kept(make: Maker) -> None:
     """The first answer token follows a prompt, so its space belongs to the answer."""
     tokenizer = metaspace_tokenizer()
-    alone, after = Detokenizer(tokenizer), Detokenizer(tokenizer, [0, 1, 0, 1, 0])
+    alone, after = make(tokenizer), make(tokenizer, [0, 1, 0, 1, 0])
 
     assert (alone.feed(0), alone.feed(1)) == ("the", " cat")
     assert (after.feed(1), after.feed(2)) == (" cat", "s")
 
 
-def test_prompt_text_is_not_answer_text(tokenizer: Tokenizer) -> None:
+def test_prompt_text_is_not_answer_text(make: Maker, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("a prompt of some length").ids
     for count in range(len(prompt) + 1):
-        assert Detokenizer(tokenizer, prompt[:count]).feed(tokenizer.token_to_id("b")) == "b"
+        assert make(tokenizer, prompt[:count]).feed(tokenizer.token_to_id("b")) == "b"
 
 
-def test_prompt_that_ends_inside_a_character_is_continued(tokenizer: Tokenizer) -> None:
+def test_prompt_that_ends_inside_a_character_is_continued(
+    make: Maker, tokenizer: Tokenizer
+) -> None:
     """An answer may complete what a prompt of token ids began."""
     ids = tokenizer.encode("some words €", add_special_tokens=False).ids
-    detokenizer = Detokenizer(tokenizer, ids[:-1])
+    detokenizer = make(tokenizer, ids[:-1])
 
     assert detokenizer.feed(ids[-1]) == "€"
 
 
 @pytest.mark.parametrize("token_id", [-1, 1 << 31, 1 << 40, 99_999_999])
-def test_id_outside_the_vocabulary_has_no_text(tokenizer: Tokenizer, token_id: int) -> None:
+def test_id_outside_the_vocabulary_has_no_text(
+    make: Maker, tokenizer: Tokenizer, token_id: int
+) -> None:
     """An engine's mistake does not end a stream."""
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = make(tokenizer)
 
     assert detokenizer.feed(token_id) == ""
     assert detokenizer.feed(tokenizer.token_to_id("b")) == "b"
 
 
-def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
-    assert Detokenizer(tokenizer).feed(tokenizer.token_to_id("<|end|>")) == ""
+def test_special_tokens_have_no_text(make: Maker, tokenizer: Tokenizer) -> None:
+    assert make(tokenizer).feed(tokenizer.token_to_id("<|end|>")) == ""
 
 
 def test_earliest_stop_string_cuts() -> None:
