@@ -67,6 +67,8 @@ class EngineFacts:
     max_model_len: int | None = None
     vocab_size: int | None = None
     sizes: EngineHints = EngineHints()
+    kv_meeting: tuple[str, int] | None = None
+    """See `EngineDescription.kv_meeting`."""
 
 
 class ModelCard(msgspec.Struct):
@@ -317,6 +319,7 @@ def describe(
         model=card.id,
         max_model_len=min(lengths, default=DEFAULT_KV_CAPACITY_TOKENS),
         vocab_size=facts.vocab_size,
+        kv_meeting=facts.kv_meeting,
         num_dp_ranks=max((hello.num_dp_ranks for hello in ranks), default=None)
         or hints.num_dp_ranks
         or sizes.num_dp_ranks

@@ -8,6 +8,7 @@ text, `ignore_eos` ignores stop token ids as well, refusals arrive in a stream w
 a token id outside of the vocabulary kills the server.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -26,8 +27,27 @@ RESERVED_TOKENS = 6
 """Of the context; SGLang refuses prompts that come so near to it."""
 
 
+class KvRooms:
+    """Where prefill servers hand over KV: the network between the servers of a test."""
+
+    def __init__(self, *, timeout_s: float = 5.0) -> None:
+        self.timeout_s = timeout_s
+        """After which a decode server gives a room up."""
+        self._arrivals: dict[tuple[str, int, int], asyncio.Event] = {}
+
+    def arrival(self, body: dict[str, Any]) -> asyncio.Event:
+        """Set once the KV of the room is there that both halves of a pair name."""
+        room = (body["bootstrap_host"], body["bootstrap_port"], body["bootstrap_room"])
+        return self._arrivals.setdefault(room, asyncio.Event())
+
+
 class SglangDouble(EngineDouble):
-    """One server on 127.0.0.1, on the running event loop. `max_model_len` is what can be used."""
+    """One server on 127.0.0.1, on the running event loop. `max_model_len` is what can be used.
+
+    As half of a split (`disaggregation_mode`) it needs the `rooms` of the other half. A prefill
+    server hands over the KV of a room, if the room's remainder is the rank that computed it; a
+    decode server computes no prompt.
+    """
 
     kind: ClassVar[str] = "sglang"
     version = "0.5.23"
@@ -37,6 +57,11 @@ class SglangDouble(EngineDouble):
     is_deterministic = False
     has_ready = True
     """`/ready` is there."""
+    is_own_router = False
+    """Sends requests to other ranks than those that are named."""
+    disaggregation_mode = "null"
+    bootstrap_port = 8_998
+    rooms: KvRooms | None = None
 
     def routes(self) -> list[web.RouteDef]:
         """See `EngineDouble.routes`."""
@@ -74,6 +99,8 @@ class SglangDouble(EngineDouble):
                 "max_running_requests": None,
                 "enable_deterministic_inference": self.is_deterministic,
                 "grammar_backend": "xgrammar",
+                "disaggregation_mode": self.disaggregation_mode,
+                "disaggregation_bootstrap_port": self.bootstrap_port,
                 "internal_states": [state for _ in self.ranks],
             }
         )
@@ -121,16 +148,37 @@ class SglangDouble(EngineDouble):
             stop_token_ids=() if sampling.get("ignore_eos") else sampling.get("stop_token_ids", ()),
         )
         rank = self.ranks[self._pick_rank(body.get("routed_dp_rank"))]
-        rank.add(run)
         try:
-            await self._stream(run, rank, body, response)
+            if await self._has_kv(run, body):
+                rank.add(run)
+                await self._stream(run, rank, body, response)
+            else:
+                await self._give_up(run, response, "Decode transfer failed", status_code=500)
         finally:
             rank.forget(run)
+        if self.rooms is not None and self.disaggregation_mode == "prefill":
+            is_fit = body["bootstrap_room"] % len(self.ranks) == rank.dp_rank
+            if is_fit and run.num_output:
+                self.rooms.arrival(body).set()
         return response
+
+    async def _has_kv(self, run: DoubleRun, body: dict[str, Any]) -> bool:
+        """Whether the prompt can be computed here, or its KV has come."""
+        if self.rooms is None or self.disaggregation_mode != "decode":
+            return True
+        if body.get("bootstrap_room") is None:
+            return False
+        try:
+            async with asyncio.timeout(self.rooms.timeout_s):
+                await self.rooms.arrival(body).wait()
+        except TimeoutError:
+            return False
+        run.num_computed = len(run.prompt) - 1
+        return True
 
     def _pick_rank(self, routed_dp_rank: int | None) -> int:
         if routed_dp_rank is not None:
-            return routed_dp_rank
+            return (routed_dp_rank + self.is_own_router) % len(self.ranks)
         loads = [len(rank.running) + len(rank.waiting) for rank in self.ranks]
         return loads.index(min(loads))
 
@@ -159,10 +207,23 @@ class SglangDouble(EngineDouble):
             if item[1] is not None:
                 break
         else:
-            # As SGLang does: an answer that was given up repeats its last token.
-            finish = {"type": "abort", "message": "Abort in waiting queue"}
-            meta = {"id": run.request_id, "finish_reason": finish, "completion_tokens": len(sent)}
-            await write_event(response, {"output_ids": sent[-1:], "meta_info": meta})
+            await self._give_up(run, response, "Abort in waiting queue", sent=sent)
+            return
+        await response.write(b"data: [DONE]\n\n")
+
+    async def _give_up(
+        self,
+        run: DoubleRun,
+        response: web.StreamResponse,
+        message: str,
+        *,
+        status_code: int | None = None,
+        sent: Sequence[int] = (),
+    ) -> None:
+        """End an answer as SGLang does that aborts it: the last token comes again."""
+        finish = {"type": "abort", "message": message, "status_code": status_code}
+        meta = {"id": run.request_id, "finish_reason": finish, "completion_tokens": len(sent)}
+        await write_event(response, {"output_ids": list(sent[-1:]), "meta_info": meta})
         await response.write(b"data: [DONE]\n\n")
 
     def _event(

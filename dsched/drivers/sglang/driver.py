@@ -7,6 +7,8 @@ end, is SGLang's `rid`, so both logs name a request alike.
 
 from typing import Final
 
+import structlog
+
 from dsched.drivers.base import EngineDescription
 from dsched.drivers.http_driver import EngineRequest, HttpDriver
 from dsched.drivers.reports import ReportReader
@@ -25,9 +27,16 @@ from dsched.ids import AttemptId, EngineId
 GENERATE_PATH: Final = "/generate"
 ABORT_PATH: Final = "/abort_request"
 
+log = structlog.get_logger(__name__)
+
 
 class SglangDialect:
     """Implements `Dialect` for SGLang."""
+
+    def __init__(self, *, engine_id: EngineId) -> None:
+        self.num_misrouted = 0
+        """Answers that came from another DP rank than the one that was named."""
+        self._engine_id = engine_id
 
     def generate(
         self, command: GenerateCommand, description: EngineDescription | None
@@ -49,7 +58,18 @@ class SglangDialect:
         return SglangReader(
             has_logprobs=sampling.logprobs is not None,
             cut_at=frozenset(sampling.stop_token_ids if sampling.ignore_eos else ()),
+            on_dp_rank=lambda dp_rank: self._check_rank(dp_rank, wanted=command.dp_rank),
         )
+
+    def _check_rank(self, dp_rank: int, *, wanted: int) -> None:
+        """Say once that the engine, or something before it, routes by itself."""
+        if dp_rank == wanted:
+            return
+        self.num_misrouted += 1
+        if self.num_misrouted == 1:
+            log.warning(
+                "rank.ignored", engine_id=self._engine_id, dp_rank=dp_rank, wanted_dp_rank=wanted
+            )
 
     def translate_refusal(self, status: int, body: bytes) -> DriverError:
         """See `Dialect.translate_refusal`."""
@@ -73,7 +93,7 @@ class SglangDriver(HttpDriver):
         super().__init__(
             engine_id=engine_id,
             url=url,
-            dialect=SglangDialect(),
+            dialect=SglangDialect(engine_id=engine_id),
             inspector=SglangInspector(),
             model=model,
             hints=hints,

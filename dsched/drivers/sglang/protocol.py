@@ -12,11 +12,14 @@ What differs from SGLang's own words:
   `StreamEnd.stop_token_id`.
 - SGLang's `ignore_eos` ignores stop token ids too. Here it does not: the reader ends the answer at
   the first of them (`AnswerReader.is_cut`), and the driver stops the engine.
+- Of a request in separate pools both halves name where their engines meet, and in which room
+  (`KvMeeting`). SGLang finds the prefill DP rank by the room's remainder, so the controller draws
+  rooms that fit the rank it chose.
 - SGLang aborts every request whose id begins with the given one; `request_id_of` makes ids of which
   none begins another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -63,6 +66,9 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     return_logprob: bool = False
     top_logprobs_num: int = 0
     routed_dp_rank: int | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +102,7 @@ def encode_request(command: GenerateCommand, *, dp_rank: int | None) -> bytes:
     Raises:
         EngineRefusedError: a `response_format` that SGLang has no words for.
     """
-    num_top = command.sampling.logprobs
+    num_top, meeting = command.sampling.logprobs, command.kv_meeting
     body = GenerateBody(
         rid=request_id_of(command.attempt_id),
         input_ids=command.prompt_token_ids,
@@ -105,6 +111,9 @@ def encode_request(command: GenerateCommand, *, dp_rank: int | None) -> bytes:
         return_logprob=num_top is not None,
         top_logprobs_num=num_top or 0,
         routed_dp_rank=dp_rank,
+        bootstrap_host=None if meeting is None else meeting.host,
+        bootstrap_port=None if meeting is None else meeting.port,
+        bootstrap_room=None if meeting is None else meeting.room,
     )
     return _encoder.encode(body)
 
@@ -208,11 +217,19 @@ _error_decoder = msgspec.json.Decoder(_ErrorBody)
 class SglangReader(AnswerReader):
     """Reads the events of one stream of SGLang's."""
 
-    __slots__ = ("_cut_at", "_num_tokens", "dp_rank")
+    __slots__ = ("_cut_at", "_num_tokens", "_on_dp_rank", "dp_rank")
 
-    def __init__(self, *, has_logprobs: bool, cut_at: frozenset[int] = frozenset()) -> None:
-        """`cut_at` are tokens that end the answer here although the engine would go on."""
+    def __init__(
+        self,
+        *,
+        has_logprobs: bool,
+        cut_at: frozenset[int] = frozenset(),
+        on_dp_rank: Callable[[int], None] | None = None,
+    ) -> None:
+        """`cut_at` are tokens that end the answer here although the engine would go on;
+        `on_dp_rank` hears once which DP rank computes it."""
         super().__init__(has_logprobs=has_logprobs)
+        self._on_dp_rank = on_dp_rank
         self.dp_rank: int | None = None
         """The DP rank that says it computes the answer; `None` until a server with several says."""
         self._cut_at = cut_at
@@ -245,8 +262,10 @@ class SglangReader(AnswerReader):
         self.token_ids += new_ids
         self._num_tokens = meta.completion_tokens
         self.num_cached_tokens = meta.cached_tokens
-        if meta.dp_rank is not None:
+        if meta.dp_rank is not None and self.dp_rank is None:
             self.dp_rank = meta.dp_rank
+            if self._on_dp_rank is not None:
+                self._on_dp_rank(meta.dp_rank)
         if finish is not None:
             self._read_end(finish)
         if self._cut_at:

@@ -64,6 +64,8 @@ class ServerInfo(msgspec.Struct):
     max_running_requests: int | None = None
     enable_deterministic_inference: bool | None = None
     grammar_backend: str | None = None
+    disaggregation_mode: str | None = None
+    disaggregation_bootstrap_port: int | None = None
     internal_states: list[_InternalState] = []
 
 
@@ -94,21 +96,27 @@ class SglangInspector:
         vocab_size = None
         if info.version is not None and is_tried(info.version, TRIED_VERSIONS):
             vocab_size = await _ask_vocab_size(pool)
-        return translate_info(info, context_tokens=card.max_model_len, vocab_size=vocab_size)
+        return translate_info(
+            info, context_tokens=card.max_model_len, vocab_size=vocab_size, host=pool.host
+        )
 
 
 def translate_info(
-    info: ServerInfo, *, context_tokens: int | None, vocab_size: int | None
+    info: ServerInfo, *, context_tokens: int | None, vocab_size: int | None, host: str
 ) -> EngineFacts:
-    """Return the facts in dsched's words; `context_tokens` is the model's own context.
+    """Return the facts in dsched's words; `context_tokens` is the model's own context, `host` the
+    server's.
 
-    >>> facts = translate_info(ServerInfo(dp_size=2), context_tokens=1_030, vocab_size=None)
+    >>> facts = translate_info(
+    ...     ServerInfo(dp_size=2), context_tokens=1_030, vocab_size=None, host="h"
+    ... )
     >>> facts.max_model_len, facts.sizes.num_dp_ranks, facts.capabilities.can_seed
     (1024, 2, False)
     """
     running = [each.effective_max_running_requests_per_dp for each in info.internal_states]
     return EngineFacts(
         version=info.version,
+        kv_meeting=translate_meeting(info, host=host),
         max_model_len=None if context_tokens is None else context_tokens - RESERVED_TOKENS,
         vocab_size=vocab_size,
         sizes=EngineHints(
@@ -124,8 +132,22 @@ def translate_info(
             can_structured_output=info.grammar_backend not in (None, "none"),
             can_steer_dp_rank=True,
             can_migrate=False,
+            can_prefill=info.disaggregation_mode != "decode",
         ),
     )
+
+
+def translate_meeting(info: ServerInfo, *, host: str) -> tuple[str, int] | None:
+    """Return where decode engines meet this prefill engine: beside its API, on its own port.
+
+    >>> prefill = ServerInfo(disaggregation_mode="prefill", disaggregation_bootstrap_port=8_998)
+    >>> translate_meeting(prefill, host="10.0.0.5")
+    ('10.0.0.5', 8998)
+    """
+    port = info.disaggregation_bootstrap_port
+    if info.disaggregation_mode != "prefill" or port is None:
+        return None
+    return host, port
 
 
 async def _ask_info(pool: HttpPool) -> ServerInfo:

@@ -14,11 +14,11 @@ from dsched.drivers import watch as watch_module
 from dsched.drivers.base import FinishReason
 from dsched.drivers.reports import ReportReader
 from dsched.drivers.sglang.driver import SglangDriver
-from dsched.drivers.wire import GenerateCommand, SamplingParams
+from dsched.drivers.wire import GenerateCommand, KvMeeting, SamplingParams
 from dsched.errors import EngineRefusedError, EngineUnreachableError
 from dsched.ids import AttemptId, AttemptIds, EngineId
 from dsched.testing.recorders import RecordingListener, RecordingSink
-from dsched.testing.sglang_double import SglangDouble
+from dsched.testing.sglang_double import KvRooms, SglangDouble
 
 ENGINE = EngineId("double-0")
 PROMPT = (5, 6, 7, 8)
@@ -61,6 +61,8 @@ class World:
         dp_rank: int = 0,
         prompt: tuple[int, ...] = PROMPT,
         attempt_id: AttemptId | None = None,
+        meeting: KvMeeting | None = None,
+        driver: SglangDriver | None = None,
         **sampling: object,
     ) -> RecordingSink:
         sink = RecordingSink(attempt_id or self.ids.next_id())
@@ -70,8 +72,9 @@ class World:
             dp_rank=dp_rank,
             prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+            kv_meeting=meeting,
         )
-        self.drivers[-1].generate(command, sink)
+        (driver or self.drivers[-1]).generate(command, sink)
         return sink
 
     async def close(self) -> None:
@@ -342,3 +345,104 @@ async def test_json_schema_reaches_the_engine(world: World) -> None:
 
     sent = double.bodies[0]["sampling_params"]["json_schema"]
     assert msgspec.json.decode(sent) == schema
+
+
+async def test_engine_that_routes_by_itself_is_told_of(world: World) -> None:
+    """The recorded rank is compared with ours; a difference is said once and counted."""
+    double = await world.double(num_dp_ranks=2)
+    driver = await world.up(double)
+    with structlog.testing.capture_logs() as logs:
+        await world.generate(3, dp_rank=1).ended(5)
+        double.is_own_router = True
+        for dp_rank in (0, 1):
+            await world.generate(3, dp_rank=dp_rank).ended(5)
+
+    said = [each for each in logs if each["event"] == "rank.ignored"]
+    assert [(each["wanted_dp_rank"], each["dp_rank"]) for each in said] == [(0, 1)]
+    assert driver._dialect.num_misrouted == 2
+
+
+# -- separate pools
+
+
+class Split:
+    """A prefill server with two DP ranks, a decode server, and a driver for each."""
+
+    def __init__(self, world: World, *, timeout_s: float) -> None:
+        self.world = world
+        self.rooms = KvRooms(timeout_s=timeout_s)
+        self.doubles: dict[str, SglangDouble] = {}
+        self.drivers: dict[str, SglangDriver] = {}
+
+    async def start(self) -> None:
+        for mode, num_dp_ranks in (("prefill", 2), ("decode", 1)):
+            double = await self.world.double(num_dp_ranks=num_dp_ranks)
+            double.disaggregation_mode, double.rooms = mode, self.rooms
+            self.world.listener = RecordingListener()
+            self.doubles[mode] = double
+            self.drivers[mode] = await self.world.up(double)
+
+    def ask(self, half: str, meeting: KvMeeting | None, **fields: object) -> RecordingSink:
+        return self.world.generate(driver=self.drivers[half], meeting=meeting, **fields)
+
+
+async def make_split(world: World, *, timeout_s: float = 5.0) -> Split:
+    split = Split(world, timeout_s=timeout_s)
+    await split.start()
+    return split
+
+
+async def test_halves_say_what_they_are(world: World) -> None:
+    """A prefill server names where it is met; a decode server computes no prompts."""
+    split = await make_split(world)
+
+    prefill, decode = (split.drivers[half]._description for half in ("prefill", "decode"))
+
+    assert prefill is not None
+    assert decode is not None
+    assert prefill.kv_meeting == ("127.0.0.1", 8_998)
+    assert prefill.capabilities.can_prefill
+    assert decode.kv_meeting is None
+    assert not decode.capabilities.can_prefill
+
+
+async def test_pair_meets_in_its_room(world: World) -> None:
+    """Both halves are told the same room at the same time, and the answer is the model's own."""
+    split = await make_split(world)
+    meeting = KvMeeting(host="127.0.0.1", port=8_998, room=41)
+
+    decode = split.ask("decode", meeting)
+    prefill = split.ask("prefill", meeting, max_tokens=1, dp_rank=1)
+    await asyncio.gather(prefill.ended(5), decode.ended(5))
+
+    for half in ("prefill", "decode"):
+        sent = split.doubles[half].bodies[0]
+        assert (sent["bootstrap_host"], sent["bootstrap_port"]) == ("127.0.0.1", 8_998)
+        assert sent["bootstrap_room"] == 41
+    assert split.doubles["prefill"].bodies[0]["routed_dp_rank"] == 1
+    assert prefill.token_ids == decode.token_ids[:1]
+    assert decode.token_ids == split.doubles["decode"].model.stream(PROMPT, 8)
+
+
+async def test_kv_that_does_not_come_fails_before_the_first_token(world: World) -> None:
+    """The decode engine says so; no token is made up."""
+    split = await make_split(world, timeout_s=0.1)
+
+    decode = split.ask("decode", KvMeeting(host="127.0.0.1", port=8_998, room=42))
+    await decode.ended(5)
+
+    assert decode.token_ids == []
+    assert decode.error is not None
+    assert "transfer failed" in str(decode.error)
+
+
+async def test_room_of_another_rank_is_no_meeting(world: World) -> None:
+    """SGLang looks for the KV at the rank that is the room's remainder."""
+    split = await make_split(world, timeout_s=0.3)
+    meeting = KvMeeting(host="127.0.0.1", port=8_998, room=41)
+
+    decode = split.ask("decode", meeting)
+    await split.ask("prefill", meeting, max_tokens=1, dp_rank=0).ended(5)
+    await decode.ended(5)
+
+    assert decode.error is not None
