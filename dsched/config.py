@@ -150,7 +150,8 @@ class PoolConfig(Section, frozen=True, kw_only=True):
     """Engines that do the same work for one model."""
 
     role: Literal["combined", "prefill", "decode"] = "combined"
-    """Which part of a request they compute. A `prefill` pool needs a `decode` pool."""
+    """Which part of a request they compute. A model has one `combined` pool, or one `prefill` and
+    one `decode` pool whose engines hand KV to each other."""
     model: ModelConfig
     """What the pool serves."""
     engines: tuple[EngineConfig, ...]
@@ -231,6 +232,15 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     kv_token_cost_ns: Annotated[float, Meta(ge=0, le=1_000_000_000)] = 26.0
     """Step time that one more KV token costs, in nanoseconds: the second term. Too low against
     the first: a long context shares its rank with too many others."""
+    prefill_costs: str | None = None
+    """What prompts cost on prefill pools: a file that `dsched calibrate` wrote, or a preset as
+    `model/gpu/epN`. Default: a preset; only proportions between prompts matter."""
+    max_local_prefill_tokens: Count = 0
+    """Prompts of up to so many tokens are computed by their decode rank, where there is a prefill
+    pool. Below: short prompts pay for two engines. Above: decode steps get long."""
+    max_transfer_age_s: Seconds = 60.0
+    """Time that KV may wait on a prefill engine for its decode rank; keep it below the engines' own
+    limit. Above: KV is asked for that is gone. Below: prompts are computed again."""
     max_queued_requests: Count = 4_096
     """Requests that wait at the router for a rank; 0 refuses at once. Below: bursts get 429.
     Above: clients wait for answers that come too late to be of use."""

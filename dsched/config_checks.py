@@ -197,15 +197,42 @@ def _check_model_names(path: str, pool: PoolConfig) -> None:
 
 
 def _check_roles(pools: Mapping[str, PoolConfig]) -> None:
-    """Every model with a prefill pool needs a decode pool, and the other way round."""
-    for role, other in (("prefill", "decode"),):
-        served = {pool.model.name for pool in pools.values() if pool.role == other}
+    """A model has one combined pool, or one prefill and one decode pool that understand it."""
+    by_model: dict[str, dict[str, str]] = {}
+    for name, pool in pools.items():
+        path, model = key_path("$.pools", name), pool.model.name
+        roles = by_model.setdefault(model, {})
+        if pool.role in roles:
+            raise ConfigError(
+                f"{path}.role: pool {roles[pool.role]!r} is {model!r}'s {pool.role} pool already"
+            )
+        if roles and "combined" in (pool.role, *roles):
+            other = next(iter(roles.values()))
+            raise ConfigError(
+                f"{path}.role: pools {other!r} and {name!r} both serve {model!r}; one pool is "
+                "combined, or one is prefill and the other decode"
+            )
+        roles[pool.role] = name
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
         for name, pool in pools.items():
-            if pool.role == role and pool.model.name not in served:
+            if pool.role == role and other not in by_model[pool.model.name]:
                 raise ConfigError(
                     f"{key_path('$.pools', name)}.role: a {role} pool needs a {other} pool for "
                     f"model {pool.model.name!r}"
                 )
+    for roles in by_model.values():
+        if "prefill" in roles:
+            _check_pair(pools, roles["prefill"], roles["decode"])
+
+
+def _check_pair(pools: Mapping[str, PoolConfig], prefill: str, decode: str) -> None:
+    """Engines of one kind hand KV to each other; other kinds would not know what it is."""
+    kinds = {engine.kind for name in (prefill, decode) for engine in pools[name].engines}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{key_path('$.pools', prefill)}.engines: kinds {', '.join(sorted(kinds))} cannot hand "
+            f"KV to each other; prefill pool {prefill!r} and decode pool {decode!r} need one kind"
+        )
 
 
 def _check_launch(config: Config) -> None:

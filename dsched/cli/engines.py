@@ -29,8 +29,10 @@ from dsched.ids import EngineId
 from dsched.sim.driver import SimDriver
 from dsched.sim.engine import SimEngine, SimEngineConfig
 from dsched.sim.expert_load import SimExpertLoad
+from dsched.sim.kv_store import SimKvStore
 from dsched.sim.loop import Timers
 from dsched.sim.tokenizer import CHAT_TEMPLATE, build_sim_model, build_sim_tokenizer
+from dsched.states import PoolRole
 
 log = structlog.get_logger(__name__)
 
@@ -67,6 +69,7 @@ class FleetBuilder:
         self._config = config
         self._timers = timers
         self._reports = reports
+        self._kv_store = SimKvStore()
         self.fleet = Fleet(pools=(), drivers={}, models={}, urls={}, local_engines=[])
 
     async def build(self) -> Fleet:
@@ -89,11 +92,6 @@ class FleetBuilder:
     # ---- pools of the configuration
 
     def _build_pool(self, name: str, pool: PoolConfig) -> PoolSpec:
-        if pool.role == "prefill":
-            raise ConfigError(
-                f"$.pools.{name}.role: separate prefill pools are not driven by this version; "
-                "use combined"
-            )
         kinds: set[str] = {engine.kind for engine in pool.engines}
         specs = []
         for index, engine in enumerate(pool.engines):
@@ -111,9 +109,11 @@ class FleetBuilder:
                     is_elastic=engine.elastic_ep,
                 )
             )
-        self.fleet.models[pool.model.name] = self._served_model(name, pool, kinds)
+        if pool.role != "prefill":
+            self.fleet.models[pool.model.name] = self._served_model(name, pool, kinds)
         return PoolSpec(
             name=name,
+            role=PoolRole(pool.role),
             model=pool.model.name,
             engines=tuple(specs),
             max_model_len=pool.model.max_model_len,
@@ -160,6 +160,7 @@ class FleetBuilder:
             self._timers,
             model_name=model,
             expert_load=self._sim_expert_load(),
+            kv_store=self._kv_store,
         )
 
     def _sim_expert_load(self) -> SimExpertLoad | None:

@@ -30,6 +30,7 @@ from dsched.controller.events import (
     EngineProgressed,
     EngineWentDown,
     Event,
+    RankCameBack,
     RankLost,
     RequestArrived,
 )
@@ -37,6 +38,7 @@ from dsched.controller.host import TickHost
 from dsched.controller.lifecycle import Lifecycle
 from dsched.controller.models import ModelCatalog
 from dsched.controller.observer import ControllerObserver, NullObserver
+from dsched.controller.prefills import Prefills
 from dsched.controller.refusals import stopping
 from dsched.controller.request import (
     InferenceRequest,
@@ -54,9 +56,10 @@ from dsched.drivers.wire import RankReport
 from dsched.errors import InvariantError
 from dsched.faults import Membership, PoolSpec, RecoveryMethod, SparePlan, TokenJournal
 from dsched.ids import AttemptIds, EngineId, RankId, RequestId
-from dsched.plugins import RoutingPolicies
+from dsched.plugins import PolicySet
 from dsched.routing import ReportOutcome
 from dsched.states import Evidence
+from dsched.trace import Recorder, null_recorder
 
 
 class Controller:
@@ -76,7 +79,8 @@ class Controller:
         attempt_ids: AttemptIds,
         settings: ControllerSettings | None = None,
         observer: ControllerObserver | None = None,
-        policies: RoutingPolicies | None = None,
+        policies: PolicySet | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """Start with every engine down.
 
@@ -84,8 +88,6 @@ class Controller:
             ValueError: pools or engines that do not go together, or not every engine has a driver.
         """
         self.settings = settings or ControllerSettings()
-        self.policies = policies
-        """Operators' routing policies; `None` asks nobody."""
         self._state = ControllerState(
             pools=pools,
             drivers=drivers,
@@ -95,11 +97,14 @@ class Controller:
             attempt_ids=attempt_ids,
             settings=self.settings,
             observer=observer or NullObserver(),
+            recorder=recorder or null_recorder(),
+            policies=policies or PolicySet(),
         )
-        self._lifecycle = Lifecycle(self._state)
+        self._prefills = Prefills(self._state)
+        self._lifecycle = Lifecycle(self._state, self._prefills)
         self._withdrawal = Withdrawal(self._state, self._lifecycle)
         self._engines = Engines(self._state, self._withdrawal)
-        self._dispatcher = Dispatcher(self._state, self._lifecycle, policies)
+        self._dispatcher = Dispatcher(self._state, self._lifecycle, self._prefills)
         self._catalog = ModelCatalog(self._state)
         self._timer_ns: int | None = None
 
@@ -155,14 +160,12 @@ class Controller:
         self._state.push(EngineWentDown(engine_id=engine_id, reason=reason, evidence=evidence))
 
     def on_rank_lost(self, rank_id: RankId, reason: str) -> None:
-        """One DP rank is gone while its engine answers (see `dsched.drivers.recovery`).
-
-        Raises `ValueError` for a rank that is not there.
-        """
-        record = self.membership.engines.get(rank_id.engine_id)
-        if record is None or rank_id not in list(record.rank_ids()):
-            raise ValueError(f"there is no rank {rank_id}")
+        """One DP rank is gone while its engine answers (see `dsched.drivers.rank_watch`)."""
         self._state.push(RankLost(rank_id=rank_id, reason=reason))
+
+    def on_rank_back(self, rank_id: RankId) -> None:
+        """A lost rank works again."""
+        self._state.push(RankCameBack(rank_id=rank_id))
 
     def on_report(self, report: RankReport) -> None:
         """Correct the ledger at once: a report decides nothing by itself."""
@@ -193,6 +196,21 @@ class Controller:
         self._state.push(
             DrainAsked(engine_id=engine_id, is_draining=is_draining, deadline_ns=due_ns)
         )
+
+    @property
+    def policies(self) -> PolicySet:
+        """The operator's policies in use."""
+        return self._state.policies
+
+    def use_policies(self, policies: PolicySet) -> PolicySet:
+        """Ask other policies from the next tick on; return those that were asked until now.
+
+        Requests that were admitted, and the priorities they got, stay.
+        """
+        old = self._state.policies
+        policies.replace(old)
+        self._state.policies = policies
+        return old
 
     @property
     def membership(self) -> Membership:
@@ -246,6 +264,11 @@ class Controller:
     def num_handoffs(self) -> Mapping[tuple[str, str], int]:
         """By method and by what made it necessary; labels of a metric."""
         return self._state.counts.handoffs
+
+    @property
+    def num_prefills(self) -> Mapping[str, int]:
+        """Prompts of separate pools by what became of them; label of a metric."""
+        return self._state.counts.prefills
 
     @property
     def num_unknown_reports(self) -> int:
@@ -303,6 +326,8 @@ class Controller:
                 self._engines.apply_progressed(event)
             case RankLost():
                 self._engines.apply_rank_lost(event)
+            case RankCameBack():
+                self._engines.apply_rank_back(event)
             case DrainAsked():
                 self._engines.apply_drain(event)
 
@@ -327,10 +352,11 @@ class Controller:
         state = self._state
         state.membership.validate()
         for pool in state.pools.values():
-            pool.router.validate()
+            pool.validate()
         state.runs.validate(
             undecided=(event.request_id for event in state.events if isinstance(event, AttemptLost))
         )
+        self._prefills.validate()
         num_held = sum(pool.router.num_held for pool in state.pools.values())
         num_held += sum(pool.handoffs.num_waiting for pool in state.pools.values())
         if num_held != state.runs.num_waiting:

@@ -28,6 +28,8 @@ class AttemptLost:
     """The engine broke; `False` when it is alive and had no room."""
     is_moved: bool = False
     """Nothing broke: a drain took the request away."""
+    is_transfer_failed: bool = False
+    """The KV of its prompt did not arrive: the rank itself is fine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,13 @@ class RankLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankCameBack:
+    """A lost DP rank works again."""
+
+    rank_id: RankId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProgressed:
     """A suspect engine has reported a new step."""
 
@@ -78,5 +87,6 @@ Event = (
     | EngineWentDown
     | EngineProgressed
     | RankLost
+    | RankCameBack
     | DrainAsked
 )

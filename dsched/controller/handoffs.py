@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dsched.controller.run import RequestRun
 from dsched.faults.ration import LostRequest, RationPlan, RationView, plan_ration
 from dsched.ids import AttemptId, RequestId
+from dsched.trace import Recorder
 
 
 class Handoffs:
     """One pool's lost requests."""
 
-    def __init__(self, *, tokens_per_rank: int | None) -> None:
+    def __init__(self, pool: str, *, tokens_per_rank: int | None, recorder: Recorder) -> None:
+        self._pool = pool
+        self._recorder = recorder
         self._tokens_per_rank = tokens_per_rank
         self._waiting: dict[RequestId, tuple[RequestRun, int]] = {}
         self._under_way: dict[AttemptId, int] = {}
@@ -41,7 +44,7 @@ class Handoffs:
         self._planned_for = None
         return self._waiting.pop(request_id, None) is not None
 
-    def take(self, num_ranks_up: int) -> Sequence[RequestRun]:
+    def take(self, num_ranks_up: int, now_ns: int) -> Sequence[RequestRun]:
         """Those whose turn it is, in order; they wait here no longer."""
         if not self._waiting:
             return ()
@@ -62,6 +65,13 @@ class Handoffs:
         )
         plan: RationPlan = plan_ration(view, tokens_per_rank=self._tokens_per_rank)
         self._planned_for = None if plan.released else made_from
+        self._recorder.on_ration(
+            self._pool,
+            view,
+            tokens_per_rank=self._tokens_per_rank,
+            released=plan.released,
+            now_ns=now_ns,
+        )
         return [self._waiting.pop(request_id)[0] for request_id in plan.released]
 
     def begin(self, attempt_id: AttemptId, num_tokens: int) -> None:

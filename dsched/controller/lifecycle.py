@@ -8,13 +8,16 @@ is decided by `dsched.faults`; this does it.
 import structlog
 
 from dsched.controller import refusals
+from dsched.controller.asking import is_refused, priority_of
+from dsched.controller.attempts import begin_attempt, is_busy
 from dsched.controller.events import AttemptLost, RequestArrived
 from dsched.controller.observer import HandoffGap
+from dsched.controller.prefills import Prefills
 from dsched.controller.request import InferenceRequest, RequestError, RequestFinish
 from dsched.controller.run import Phase, RequestRun
 from dsched.controller.state import ControllerState, Outcome
 from dsched.drivers.base import AttemptFinish, FinishReason
-from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableError, InvariantError
+from dsched.errors import DriverError, EngineUnreachableError, InvariantError
 from dsched.faults import (
     RecoveryGuarantee,
     RecoveryMethod,
@@ -24,18 +27,17 @@ from dsched.faults import (
     plan_resume,
 )
 from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
+from dsched.states import LossLayer
 
 log = structlog.get_logger(__name__)
-
-ENGINE_BUSY_STATUSES = (429, 503, 529)
-"""Answers of an engine that is alive and has no room: another rank may have."""
 
 
 class Lifecycle:
     """Sees each request to its one end. Implements `RunOwner` for the runs."""
 
-    def __init__(self, state: ControllerState) -> None:
+    def __init__(self, state: ControllerState, prefills: Prefills) -> None:
         self._state = state
+        self._prefills = prefills
         self._unplanned: list[RequestRun] = []
         """Runs that this tick has to place first."""
         self.num_fenced_tokens = 0
@@ -52,15 +54,26 @@ class Lifecycle:
         state, request = self._state, event.request
         error = self._refusal(request)
         if error is not None:
-            state.counts.add_request(request.model, Outcome.ERROR)
-            event.stream.on_error(error)
+            self._refuse(event, error)
             return
         resume = self._resume_plan(request)
         if resume.kind is ResumeKind.REFUSE:
-            state.counts.add_request(request.model, Outcome.ERROR)
-            event.stream.on_error(refusals.cannot_resume(resume.reason))
+            self._refuse(event, refusals.cannot_resume(resume.reason))
             return
         pool = state.pool_of_model[request.model]
+        if resume.kind is ResumeKind.NEW and is_refused(state, request, pool=pool):
+            self._refuse(event, refusals.not_admitted())
+            return
+        state.recorder.on_arrival(
+            request.request_id,
+            pool=pool,
+            arrival_ns=event.time_ns,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens,
+            tenant=request.tenant,
+            priority=request.priority,
+            now_ns=state.clock.now_ns(),
+        )
         run = RequestRun(
             request=request,
             stream=event.stream,
@@ -70,6 +83,7 @@ class Lifecycle:
             owner=self,
             clock=state.clock,
             time_ns=event.time_ns,
+            priority=priority_of(state, request),
         )
         state.journal.open_request(
             request.request_id,
@@ -82,6 +96,17 @@ class Lifecycle:
             self._resume(run, resume)
         else:
             self._wait(run)
+
+    def _refuse(self, event: RequestArrived, error: RequestError) -> None:
+        state, request = self._state, event.request
+        state.counts.add_request(request.model, Outcome.ERROR)
+        state.recorder.on_refusal(
+            request.request_id,
+            model=request.model,
+            code=error.code,
+            now_ns=state.clock.now_ns(),
+        )
+        event.stream.on_error(error)
 
     def _refusal(self, request: InferenceRequest) -> RequestError | None:
         """Why a request cannot even wait, or `None`."""
@@ -136,8 +161,9 @@ class Lifecycle:
         if resume.finish_reason is not None:
             self._finish(run, reason=resume.finish_reason, num_cached_tokens=0)
         else:
-            engine_id = EngineId("journal")
-            self._go_on(run, engine_id=engine_id, reason="repeated by its client", cause="repeated")
+            engine_id, reason = EngineId("journal"), "repeated by its client"
+            self._record_loss(run, engine_id, reason=reason, layer=LossLayer.RESTART)
+            self._go_on(run, engine_id=engine_id, reason=reason, cause="repeated")
 
     def _wait(self, run: RequestRun) -> None:
         """Let a run wait for this tick's plan, and longer if no rank has room."""
@@ -157,32 +183,83 @@ class Lifecycle:
     def on_attempt_failed(self, run: RequestRun, error: DriverError) -> None:
         """The attempt ended badly: refuse, or let the tick find another rank."""
         is_lost = isinstance(error, EngineUnreachableError)
-        is_busy = isinstance(error, EngineRefusedError) and error.status in ENGINE_BUSY_STATUSES
-        if not (is_lost or is_busy):
-            self.end_with_error(run, refusals.from_engine(error))
+        if not (is_lost or is_busy(error)):
+            if run.prefilled_by is not None and not run.num_attempt_tokens:
+                self._lose_transfer(run, reason=str(error))
+            else:
+                self.end_with_error(run, refusals.from_engine(error))
             return
-        self.fail_attempt(run, reason=str(error), is_engine_lost=is_lost)
+        layer = LossLayer.SOCKET if is_lost else LossLayer.BUSY
+        self.fail_attempt(run, reason=str(error), layer=layer)
 
-    def lose_attempt(self, run: RequestRun, *, reason: str) -> None:
+    def _lose_transfer(self, run: RequestRun, *, reason: str) -> None:
+        """Without the KV of its prompt the decode half cannot go on: compute the prompt again."""
+        self._state.counts.add_prefill("transfer_failed")
+        log.warning("transfer.failed", request_id=run.request.request_id, reason=reason)
+        run.is_prefill_local = True  # ignored where the decode engine computes no prompts
+        self.fail_attempt(run, reason=reason, layer=LossLayer.TRANSFER)
+
+    # ---- prefill halves
+
+    def on_prefill_finished(self, run: RequestRun, finish: AttemptFinish) -> None:
+        """The prompt is computed: the decode half begins, without waiting for a tick."""
+        if self._prefills.on_finished(run, finish):
+            dispatch = begin_attempt(self._state, run, self._state.clock.now_ns())
+            self._state.drivers[dispatch.engine_id].generate(dispatch.command, run)
+
+    def on_prefill_failed(self, run: RequestRun, error: DriverError) -> None:
+        """Its prompt was not computed: the next tick finds another way."""
+        self._prefills.on_failed(run, error)
+        self._lose_pair(run, reason=str(error))
+
+    def lose_prefill(self, run: RequestRun, *, reason: str) -> None:
+        """Take the prompt away from a worker that does not answer, or is drained."""
+        self._prefills.lose(run, reason)
+        self._lose_pair(run, reason=reason)
+
+    def _lose_pair(self, run: RequestRun, *, reason: str) -> None:
+        """A decode half that runs already waits for KV that will not come."""
+        if run.phase is Phase.RUNNING:
+            self.lose_attempt(run, reason=reason, layer=LossLayer.TRANSFER)
+
+    def place_again(self, run: RequestRun) -> None:
+        """The decode rank went away before its half began: find another one."""
+        self._stop_watching(run)
+        run.num_moves += 1
+        self._wait(run)
+
+    # ---- lost engines
+
+    def lose_on_engine(
+        self, run: RequestRun, engine_id: EngineId, *, reason: str, layer: LossLayer
+    ) -> None:
+        """Take away what the run has on an engine that does not answer."""
+        if run.prefill is not None and run.prefill.engine_id == engine_id:
+            self.lose_prefill(run, reason=reason)
+        else:
+            self.lose_attempt(run, reason=reason, layer=layer)
+
+    def lose_attempt(self, run: RequestRun, *, reason: str, layer: LossLayer) -> None:
         """Take a request away from an engine that does not answer: fence, abort, go on."""
         self._abort_attempt(run)
-        self.fail_attempt(run, reason=reason, is_engine_lost=True)
+        self.fail_attempt(run, reason=reason, layer=layer)
 
-    def fail_attempt(self, run: RequestRun, *, reason: str, is_engine_lost: bool) -> None:
+    def fail_attempt(self, run: RequestRun, *, reason: str, layer: LossLayer) -> None:
         """Let the next tick find another rank."""
-        self._state.push(self._part(run, reason=reason, is_engine_lost=is_engine_lost))
+        self._state.push(self._part(run, reason=reason, layer=layer))
 
     def move_attempt(self, run: RequestRun) -> None:
         """Take a request away from an engine that works, to go on elsewhere in this tick."""
+        if run.phase is Phase.PREFILLING:
+            self.lose_prefill(run, reason="its engine is drained")
+            return
         if run.attempt is None:
             raise InvariantError(f"request {run.request.request_id} moves without an attempt")
         self._abort_attempt(run)
-        event = self._part(run, reason="its engine is drained", is_engine_lost=False, is_moved=True)
+        event = self._part(run, reason="its engine is drained", layer=LossLayer.DRAIN)
         self.apply_attempt_lost(event)
 
-    def _part(
-        self, run: RequestRun, *, reason: str, is_engine_lost: bool, is_moved: bool = False
-    ) -> AttemptLost:
+    def _part(self, run: RequestRun, *, reason: str, layer: LossLayer) -> AttemptLost:
         """The attempt is over, the request is not: nothing it still says counts."""
         if run.attempt is None:
             raise InvariantError(f"request {run.request.request_id} failed without an attempt")
@@ -191,12 +268,27 @@ class Lifecycle:
         if run.lost_ns is None:
             run.lost_ns = self._state.clock.now_ns()
         self._state.journal.fence_attempt(run.request.request_id)
+        self._record_loss(run, run.attempt.engine_id, reason=reason, layer=layer)
         return AttemptLost(
             request_id=run.request.request_id,
             engine_id=run.attempt.engine_id,
             reason=reason,
-            is_engine_lost=is_engine_lost,
-            is_moved=is_moved,
+            is_engine_lost=layer not in (LossLayer.BUSY, LossLayer.DRAIN),
+            is_moved=layer is LossLayer.DRAIN,
+            is_transfer_failed=layer is LossLayer.TRANSFER,
+        )
+
+    def _record_loss(
+        self, run: RequestRun, engine_id: EngineId, *, reason: str, layer: LossLayer
+    ) -> None:
+        self._state.recorder.on_loss(
+            run.request.request_id,
+            engine_id=engine_id,
+            layer=layer.value,
+            # What an engine answers to a refused request may quote the request.
+            reason="it had no room" if layer is LossLayer.BUSY else reason,
+            num_output_tokens=run.num_output_tokens,
+            now_ns=self._state.clock.now_ns(),
         )
 
     def apply_attempt_lost(self, event: AttemptLost) -> None:
@@ -204,25 +296,38 @@ class Lifecycle:
         run = self._state.runs.get(event.request_id)
         if run is None or run.phase is not Phase.WAITING or run.attempt is None:
             return
-        lost_rank = run.attempt.rank
+        lost_ranks = set() if event.is_transfer_failed else {run.attempt.rank}
+        if event.is_engine_lost and not event.is_transfer_failed:
+            lost_ranks |= self._group_ranks(run, event.engine_id)
         run.num_moves += event.is_moved
         if run.num_attempts - run.num_moves >= self._state.settings.max_attempts:
             self.end_with_error(run, refusals.gave_up(run, event))
             return
-        run.excluded_ranks = tuple(sorted({*run.excluded_ranks, lost_rank}))
-        cause = "engine_lost" if event.is_engine_lost else "engine_busy"
-        self._go_on(
-            run,
-            engine_id=event.engine_id,
-            reason=event.reason,
-            cause="drained" if event.is_moved else cause,
+        run.excluded_ranks = tuple(sorted(lost_ranks.union(run.excluded_ranks)))
+        self._go_on(run, engine_id=event.engine_id, reason=event.reason, cause=_cause_of(event))
+
+    def _group_ranks(self, run: RequestRun, engine_id: EngineId) -> set[int]:
+        """Ranks that fail together with an engine: trying each in turn would use up attempts."""
+        members = self._state.membership.group_of(engine_id)
+        if any(member.spec.is_elastic for member in members):
+            return set()
+        ranks = (
+            run.router.index_of(rank_id) for member in members for rank_id in member.rank_ids()
         )
+        return {rank for rank in ranks if rank is not None}
 
     def _go_on(self, run: RequestRun, *, engine_id: EngineId, reason: str, cause: str) -> None:
         """Go on with a request whose attempt was lost, as `plan_recovery` says."""
         counts = self._state.counts
         plan = plan_recovery(run.request.sampling, num_output_tokens=run.num_output_tokens)
         run.recovery = plan
+        self._state.recorder.on_recovery(
+            run.request.request_id,
+            run.request.sampling,
+            plan,
+            num_output_tokens=run.num_output_tokens,
+            now_ns=self._state.clock.now_ns(),
+        )
         counts.recoveries[plan.method] = counts.recoveries.get(plan.method, 0) + 1
         counts.add_handoff(plan.method.value, cause)
         if run.num_output_tokens:
@@ -258,10 +363,23 @@ class Lifecycle:
                 dispatch_ns=run.dispatch_ns - run.lost_ns,
                 prefill_ns=now_ns - run.dispatch_ns,
             )
-            self._state.observer.on_handoff(run.recovery.method.value, gap)
+            method = run.recovery.method.value
+            self._state.observer.on_handoff(method, gap)
+            self._state.recorder.on_handoff(
+                run.request.request_id,
+                method=method,
+                detect_ns=gap.detect_ns,
+                dispatch_ns=gap.dispatch_ns,
+                prefill_ns=gap.prefill_ns,
+                now_ns=now_ns,
+            )
         run.lost_ns = None
         if run.attempt is not None:
             self._end_ration(run, run.attempt.attempt_id)
+
+    def on_first_token(self, run: RequestRun, now_ns: int) -> None:
+        """The answer has begun."""
+        self._state.recorder.on_first_token(run.request.request_id, now_ns)
 
     def _end_ration(self, run: RequestRun, attempt_id: AttemptId) -> None:
         """The attempt computes nothing again any more: one that waits may have its turn."""
@@ -272,12 +390,15 @@ class Lifecycle:
 
     def on_run_finished(self, run: RequestRun, finish: AttemptFinish) -> None:
         """The engine ended the request well: tell the client at once."""
+        if self._state.watch is not None and run.attempt is not None:
+            self._state.watch.note_cached(run.attempt.attempt_id, finish.num_cached_tokens)
         if finish.reason is FinishReason.ABORT:
             self.end_with_error(run, refusals.engine_aborted())
             return
         if run.expected_token_ids:
             self.on_replay_differs(run)
             return
+        self._prefills.note_decoded(run, finish)
         self._finish(run, reason=finish.reason, num_cached_tokens=finish.num_cached_tokens)
 
     def on_replay_differs(self, run: RequestRun) -> None:
@@ -309,7 +430,7 @@ class Lifecycle:
 
     def end_with_error(self, run: RequestRun, error: RequestError) -> None:
         """End a request badly."""
-        self._close(run, outcome=Outcome.ERROR)
+        self._close(run, outcome=Outcome.ERROR, code=error.code)
         self._abort_attempt(run)
         log.warning(
             "request.failed",
@@ -321,26 +442,43 @@ class Lifecycle:
         )
         run.stream.on_error(error)
 
-    def _close(self, run: RequestRun, *, outcome: Outcome) -> None:
+    def _close(self, run: RequestRun, *, outcome: Outcome, code: str | None = None) -> None:
         """Forget a request. Its booking stays until the engine has let go of it."""
         state, request_id = self._state, run.request.request_id
         self._stop_watching(run)
         state.runs.close(run)
         if state.runs.stop_waiting(run):
-            run.router.drop_held(request_id)
+            if run.router.drop_held(request_id):
+                state.recorder.on_drop(
+                    run.pool, request_id, is_served=False, now_ns=state.clock.now_ns()
+                )
             state.pools[run.pool].handoffs.drop(request_id)
         state.journal.finish(request_id, reason=outcome.value)
+        state.recorder.on_end(
+            request_id,
+            outcome=outcome.value,
+            code=code,
+            num_output_tokens=run.num_output_tokens,
+            num_handoffs=run.num_handoffs,
+            guarantee=run.guarantee.value if run.guarantee else None,
+            now_ns=state.clock.now_ns(),
+        )
         state.counts.add_request(run.request.model, outcome)
 
     # ---- attempts
 
     def _stop_watching(self, run: RequestRun) -> None:
+        """The run's attempt counts no more, nor does its prefill half."""
+        self._prefills.drop(run)
+        run.forget_transfer()
         if run.attempt is not None:
             attempt_id = run.attempt.attempt_id
             self._state.runs.end_attempt(attempt_id)
             self._end_ration(run, attempt_id)
             if self._state.watch is not None:
                 self._state.watch.end(attempt_id)
+            if not run.is_handed_out:
+                self.on_attempt_released(attempt_id)  # only its rank was booked
 
     def _abort_attempt(self, run: RequestRun) -> None:
         attempt = run.attempt
@@ -348,12 +486,22 @@ class Lifecycle:
             self._state.drivers[attempt.engine_id].abort(attempt.attempt_id)
 
     def on_attempt_released(self, attempt_id: AttemptId) -> None:
-        """The engine holds nothing of this attempt any more."""
+        """The engine holds nothing of this attempt, or prefill half, any more."""
+        self._prefills.release(attempt_id)
         router = self._state.router_of_attempt.pop(attempt_id, None)
         if router is not None:
             router.release(attempt_id)
             if router.num_held:
                 self._state.host.request_tick()
+
+
+def _cause_of(event: AttemptLost) -> str:
+    """Why a request goes on elsewhere; label of a metric."""
+    if event.is_moved:
+        return "drained"
+    if event.is_transfer_failed:
+        return "transfer_failed"
+    return "engine_lost" if event.is_engine_lost else "engine_busy"
 
 
 def _finish_of(run: RequestRun, *, reason: FinishReason, num_cached_tokens: int) -> RequestFinish:

@@ -32,7 +32,7 @@ class ModelCatalog:
         if not state.pools:
             return "no pool is configured"
         reasons = []
-        for pool in state.pools:
+        for pool in sorted(state.pool_of_model.values()):
             if state.can_serve(pool):
                 return None
             reasons.append(f"pool {pool!r} has no engine up")

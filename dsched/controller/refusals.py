@@ -96,6 +96,18 @@ def not_admitted() -> RequestError:
     )
 
 
+def no_prefill(run: RequestRun) -> RequestError:
+    """No prefill worker took its prompt, and its decode engine computes none."""
+    if run.prefill_refusal is not None:
+        return from_engine(run.prefill_refusal)
+    return RequestError(
+        status=503,
+        code="no_engine",
+        message=f"no engine that computes prompts for {run.request.model!r} is up",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
 def stopping() -> RequestError:
     return RequestError(
         status=503, code="stopping", message="dsched is stopping", retry_after_s=RETRY_AFTER_S

@@ -53,12 +53,8 @@ class RunTable:
         return self._running.get(attempt_id)
 
     def on_engine(self, engine_id: EngineId) -> list[RequestRun]:
-        """Runs that an engine computes now."""
-        return [
-            run
-            for run in self._running.values()
-            if run.attempt is not None and run.attempt.engine_id == engine_id
-        ]
+        """Runs that an engine computes now, its prefill halves included."""
+        return [run for run in self._running.values() if run.worker_on(engine_id) is not None]
 
     def num_of_tenant(self, tenant: str) -> int:
         """Open requests of a tenant."""
@@ -121,16 +117,16 @@ class RunTable:
                 continue
             if run.phase is Phase.ENDED:
                 raise InvariantError(f"request {request_id} ended and is still kept")
-            if (run.phase is Phase.RUNNING) != (
+            if run.phase is not Phase.PREFILLING and (run.phase is Phase.RUNNING) != (
                 run.attempt is not None and run.attempt.attempt_id in self._running
             ):
                 raise InvariantError(f"request {request_id}: {run.phase.name} and not in its place")
-            if (run.phase is Phase.RUNNING) == (request_id in self._waiting):
+            if run.prefill is not None and run.prefill.attempt_id not in self._running:
+                raise InvariantError(f"request {request_id}: its prefill half is not in its place")
+            if (run.phase is Phase.WAITING) != (request_id in self._waiting):
                 raise InvariantError(
                     f"request {request_id}: phase {run.phase.name} is not its place"
                 )
-        if sum(self._num_of_tenant.values()) != len(self._open):
-            raise InvariantError(f"tenants have {self._num_of_tenant} of {len(self._open)} runs")
         if len(self._deadlines) != len(self._waiting):
             raise InvariantError(
                 f"{len(self._deadlines)} deadlines for {len(self._waiting)} waiting requests"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dsched.costs.prefill import PrefillCostModel
 from dsched.faults.progress import ProgressLimits
 from dsched.faults.spare import SpareMode
 
@@ -25,6 +26,14 @@ class ControllerSettings:
     kv_token_cost_ns: float = 26.0
     router_index: int = 0
     """Number of this process among the dsched processes over the same engines."""
+    prefill_costs: PrefillCostModel | None = None
+    """Prices prompts for prefill pools; `None`: a preset, which is right in proportion."""
+    max_local_prefill_tokens: int = 0
+    """Prompts of up to so many tokens are computed by their decode rank. Below: short prompts pay
+    for two engines. Above: decode steps get long."""
+    max_transfer_age_ns: int = 60_000_000_000
+    """How long KV may wait on a prefill engine for its decode rank. Above: engines that give it up
+    are asked for what is gone. Below: prompts are computed again."""
     progress: ProgressLimits | None = None
     """How long what may stand still before it counts as frozen; `None` does not look."""
     reprefill_tokens_per_rank: int | None = None

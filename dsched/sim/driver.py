@@ -8,9 +8,10 @@ Faults, for tests and for `dsched sim`: `kill` and `restart`, `freeze` (no step 
 no word) and `thaw`, `slow`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableErro
 from dsched.ids import AttemptId, DpRank, EngineId, RankId
 from dsched.sim.engine import SimAttempt, SimEngine
 from dsched.sim.expert_load import SimExpertLoad
+from dsched.sim.kv_store import SimKvStore
 from dsched.sim.loop import OutputBatch, Timer, Timers
 
 IDLE_REPORT_NS = 1_000_000_000
@@ -76,11 +78,16 @@ class SimDriver:
         rng: np.random.Generator | None = None,
         idle_report_ns: int | None = IDLE_REPORT_NS,
         expert_load: SimExpertLoad | None = None,
+        kv_store: SimKvStore | None = None,
     ) -> None:
         """`batch`: keep output back while nobody can see it (virtual time only); else every step
-        hands out its tokens. `rng` decides which reports are lost."""
+        hands out its tokens. `rng` decides which reports are lost. `kv_store`: what engines keep
+        for each other; those that share one can be pairs."""
         self._engine_id = engine_id
         self.engine = engine
+        self._kv_store = kv_store
+        self._prefills: dict[str, tuple[int, ...]] = {}
+        """Prompts that are computed for other engines, by attempt."""
         self._timers = timers
         self._model_name = model_name
         self._batch = batch
@@ -143,19 +150,58 @@ class SimDriver:
             return
         if attempt_id in self._sinks or attempt_id in self._ending:
             raise ValueError(f"attempt id {attempt_id!r} was used before")
-        try:
-            self.engine.submit(command)
-        except EngineRefusedError as error:
-            self._end_soon(attempt_id, sink, error)
+        if command.kv_transfer is not None:
+            self._fetch(command, command.kv_transfer, sink)
             return
         self._sinks[attempt_id] = sink
+        self._submit(command, num_transferred_tokens=0)
+
+    def _submit(self, command: GenerateCommand, *, num_transferred_tokens: int) -> None:
+        attempt_id = command.attempt_id
+        sink = self._sinks.get(attempt_id)
+        if sink is None:
+            return  # it ended while its KV was on the way
+        try:
+            self.engine.submit(command, num_transferred_tokens=num_transferred_tokens)
+        except EngineRefusedError as error:
+            del self._sinks[attempt_id]
+            self._end_soon(attempt_id, sink, error)
+            return
+        if command.is_prefill:
+            self._prefills[attempt_id] = command.prompt_token_ids
         self._kick_soon()
+
+    def _fetch(self, command: GenerateCommand, told: Mapping[str, Any], sink: AttemptSink) -> None:
+        """Let the KV of a prompt come from the engine that computed it, then begin."""
+        fetch = None
+        if self._kv_store is not None:
+            fetch = self._kv_store.fetch(
+                told,
+                command.prompt_token_ids,
+                to=self._engine_id,
+                now_ns=self._timers.now_ns(),
+            )
+        if fetch is None:
+            error = DriverError(f"the KV of attempt {command.attempt_id} is gone")
+            self._end_soon(command.attempt_id, sink, error)
+            return
+        self._sinks[command.attempt_id] = sink
+        submit = partial(self._submit, command, num_transferred_tokens=fetch.num_tokens)
+        self._timers.call_at(fetch.ready_ns, submit)
+
+    def _kept_kv(self, attempt_id: str) -> Mapping[str, Any] | None:
+        """What a decode engine needs to know of a prompt that was computed for it."""
+        prompt = self._prefills.pop(attempt_id, None)
+        if prompt is None or self._kv_store is None:
+            return None
+        return self._kv_store.keep(self._engine_id, prompt)
 
     def abort(self, attempt_id: AttemptId) -> None:
         sink = self._sinks.pop(attempt_id, None)
         if sink is None:
             return
         self.engine.abort(attempt_id)
+        self._prefills.pop(attempt_id, None)
         self._end_soon(attempt_id, sink, AttemptFinish(reason=FinishReason.ABORT))
         self._rest_if_idle()
 
@@ -189,6 +235,9 @@ class SimDriver:
         self._is_dead = True
         self._is_up = False
         self._kept_reports.clear()
+        self._prefills.clear()
+        if self._kv_store is not None:
+            self._kv_store.forget_engine(self._engine_id)
         self._cancel_step()
         self.engine.clear()
         lost, self._sinks = self._sinks, {}
@@ -332,6 +381,7 @@ class SimDriver:
             reason=attempt.finish,
             stop_token_id=attempt.stop_token_id,
             num_cached_tokens=attempt.num_cached_tokens,
+            kv_transfer=self._kept_kv(attempt.attempt_id),
         )
         sink.on_finish(attempt_id, finish)
 

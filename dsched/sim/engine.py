@@ -115,6 +115,7 @@ class SimAttempt:
         "num_held_tokens",
         "num_output_tokens",
         "num_prompt_tokens",
+        "num_transferred_tokens",
         "output",
         "prompt_token_ids",
         "rank",
@@ -132,6 +133,7 @@ class SimAttempt:
         salt: int,
         first_end: int | None,
         max_output_tokens: int,
+        num_transferred_tokens: int,
     ) -> None:
         self.attempt_id = command.attempt_id
         self.rank: int = command.dp_rank
@@ -148,6 +150,8 @@ class SimAttempt:
         self.num_output_tokens = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_transferred_tokens = num_transferred_tokens
+        """Leading tokens whose KV another engine computed and that is here."""
         self.num_held_tokens = 0
         self.admitted_seq = -1
         self.row: int | None = None
@@ -231,8 +235,10 @@ class SimEngine:
 
     # --- requests --------------------------------------------------------------------------
 
-    def submit(self, command: GenerateCommand) -> None:
+    def submit(self, command: GenerateCommand, *, num_transferred_tokens: int = 0) -> None:
         """Put an attempt in the queue of its rank.
+
+        `num_transferred_tokens`: leading tokens of the prompt whose KV came from another engine.
 
         Raises:
             EngineRefusedError: the rank does not exist, the prompt does not fit the model or
@@ -264,6 +270,7 @@ class SimEngine:
             max_output_tokens=min(
                 command.sampling.max_tokens, config.max_request_tokens - num_prompt
             ),
+            num_transferred_tokens=num_transferred_tokens,
         )
         self._attempts[attempt.attempt_id] = attempt
         self._enqueue(attempt, at_head=False)
@@ -430,7 +437,10 @@ class SimEngine:
         self._prefilling[rank].append(attempt)
         # The last token is always computed: its result is the first output token.
         cached = min(
-            self._caches[rank].num_cached_tokens(attempt.prompt_token_ids),
+            max(
+                self._caches[rank].num_cached_tokens(attempt.prompt_token_ids),
+                attempt.num_transferred_tokens,
+            ),
             attempt.num_known_tokens - 1,
         )
         attempt.num_computed_tokens = cached
@@ -453,7 +463,7 @@ class SimEngine:
             while self._held[rank] + self._num_decoding[rank] > self.config.kv_capacity_tokens:
                 youngest = running.pop()
                 self._leave(youngest)
-                youngest.num_computed_tokens = 0
+                youngest.num_computed_tokens = youngest.num_transferred_tokens = 0
                 self._enqueue(youngest, at_head=True)
                 self.num_preemptions += 1
 

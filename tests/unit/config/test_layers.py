@@ -174,13 +174,15 @@ pools:
   long:
     role: prefill
     model: {name: "yes", tokenizer: ./tok, max_model_len: 131072}
-    engines: [{id: p0, url: "http://p0:8000/v1"}]
+    engines: [{id: p0, url: "http://p0:8000/v1", kind: sglang}]
   short:
     role: decode
     model: {name: "yes"}
     engines:
       - {url: "https://[::1]:9/x/", kv_capacity_tokens: 5, kind: sglang}
-      - {kind: sim, num_dp_ranks: 4}
+  tried:
+    model: {name: tried}
+    engines: [{kind: sim, num_dp_ranks: 4}]
 routing: {policy: "json:JSONDecoder", policy_args: {strict: false}}
 launch: {args: ["--a", "b: c", "'", "#"]}
 front_door: {server_header: "ünïcode: #1"}
