@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ import aiohttp
 from dsched.clock import SystemClock
 from dsched.config import inherited_environment
 from dsched.drivers.local import free_port
-from dsched.testing.engines import MODEL_NAME
+from dsched.testing.engines import MODEL_NAME, TinyEngines
 
 READY_TIMEOUT_S: Final = 400.0
 STOP_TIMEOUT_S: Final = 60.0
@@ -36,6 +37,24 @@ MIN_LEAD: Final = 1e-3
 """Of the best token's logprob over the second: about 100 times the rounding of float32 here."""
 LOG_CHARS: Final = 3_000
 BATCH: Final = 8
+SUBJECTS: Final = (
+    "the router",
+    "each rank",
+    "an expert",
+    "one token",
+    "the slowest step",
+    "a long prompt",
+)
+VERBS: Final = ("waits for", "goes to", "shares", "computes", "moves")
+OBJECTS: Final = (
+    "the experts",
+    "its group",
+    "both ranks",
+    "every chunk",
+    "the cache",
+    "nobody",
+    "all of it",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,3 +284,49 @@ async def stream_text(
                 if choice["finish_reason"] is not None:
                     ends.append(choice["finish_reason"])
     return text, ends
+
+
+async def ask_all(
+    run: LiveRun, prompts: Iterable[str], *, max_tokens: int
+) -> list[tuple[str, list[str]]]:
+    """Ask for a greedy stream of each prompt at once; return text and ends of each, in order."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session, asyncio.timeout(180):
+        asked = (stream_text(session, run.url, each, max_tokens=max_tokens) for each in prompts)
+        return await asyncio.gather(*asked)
+
+
+async def dispatched(run: LiveRun) -> Counter[tuple[str, str]]:
+    """Attempts sent to each rank so far, by engine and rank."""
+    samples = await run.samples("dsched_rank_dispatched_total")
+    counts: Counter[tuple[str, str]] = Counter()
+    for labels, value in samples.items():
+        names = dict(labels)
+        counts[names["engine"], names["dp_rank"]] += int(value)
+    return counts
+
+
+def cluster_file(folder: Path, *clusters: TinyEngines) -> Path:
+    """Write a configuration with running engines, of any kind, in one pool."""
+    engines = [
+        {"id": str(engine.engine_id), "kind": cluster.kind, "url": engine.url}
+        for cluster in clusters
+        for engine in cluster.engines
+    ]
+    tokenizer = str(clusters[0].model_path)
+    document = {
+        "pools": {
+            "decode": {"model": {"name": MODEL_NAME, "tokenizer": tokenizer}, "engines": engines}
+        },
+        "faults": {"spare": "none"},
+    }
+    path = folder / "cluster.yaml"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def make_prompts() -> Iterator[str]:
+    """Prompts that differ from each other."""
+    for index in range(1_000):
+        parts = (SUBJECTS[index % 6], VERBS[index % 5], OBJECTS[index % 7])
+        yield f"{index} {' '.join(parts)}"

@@ -5,14 +5,12 @@ test here kills one rank of it. Compared are sure answers (`dsched.testing.live_
 """
 
 import asyncio
-import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from dsched.drivers.reports import ReportReader
@@ -20,9 +18,17 @@ from dsched.drivers.vllm import VllmDriver
 from dsched.drivers.wire import GenerateCommand, SamplingParams
 from dsched.errors import EngineRefusedError
 from dsched.ids import AttemptIds
-from dsched.testing.live_run import LiveRun, running_dsched, stream_text, sure_answers
+from dsched.testing.engines import TinyEngines
+from dsched.testing.live_run import (
+    LiveRun,
+    ask_all,
+    cluster_file,
+    dispatched,
+    make_prompts,
+    running_dsched,
+    sure_answers,
+)
 from dsched.testing.recorders import RecordingListener, RecordingSink
-from dsched.testing.vllm_engines import MODEL_NAME, TinyEngines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -31,47 +37,6 @@ NUM_TOKENS = 48
 NUM_LIVE_STREAMS = 24
 NUM_LIVE_TOKENS = 600
 """Long enough that all streams are live when a rank is killed."""
-SUBJECTS = (
-    "the router",
-    "each rank",
-    "an expert",
-    "one token",
-    "the slowest step",
-    "a long prompt",
-)
-VERBS = ("waits for", "goes to", "shares", "computes", "moves")
-WORDS = (
-    "the experts",
-    "its group",
-    "both ranks",
-    "every chunk",
-    "the cache",
-    "nobody",
-    "all of it",
-)
-
-
-def prompts() -> Iterator[str]:
-    for index in range(1_000):
-        parts = (SUBJECTS[index % 6], VERBS[index % 5], WORDS[index % 7])
-        yield f"{index} {' '.join(parts)}"
-
-
-def cluster_file(folder: Path, group: TinyEngines, *others: TinyEngines) -> Path:
-    """A configuration with the group, and other engines, in one pool."""
-    engines = [each.engines[0] for each in (group, *others)]
-    document = {
-        "pools": {
-            "decode": {
-                "model": {"name": MODEL_NAME, "tokenizer": str(group.model_path)},
-                "engines": [{"id": str(each.engine_id), "url": each.url} for each in engines],
-            }
-        },
-        "faults": {"spare": "none"},
-    }
-    path = folder / "cluster.yaml"
-    path.write_text(json.dumps(document))
-    return path
 
 
 @pytest.fixture
@@ -100,31 +65,12 @@ def mixed_run(
         yield run
 
 
-async def dispatched(run: LiveRun) -> Counter[tuple[str, str]]:
-    """Attempts sent to each rank so far, by engine and rank."""
-    samples = await run.samples("dsched_rank_dispatched_total")
-    counts: Counter[tuple[str, str]] = Counter()
-    for labels, value in samples.items():
-        names = dict(labels)
-        counts[names["engine"], names["dp_rank"]] += int(value)
-    return counts
-
-
-async def ask_all(
-    run: LiveRun, expected: Sequence[str], *, max_tokens: int
-) -> list[tuple[str, list[str]]]:
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session, asyncio.timeout(180):
-        asked = (stream_text(session, run.url, each, max_tokens=max_tokens) for each in expected)
-        return await asyncio.gather(*asked)
-
-
 async def test_streams_are_the_groups_own_and_both_ranks_serve(
     vllm_group: TinyEngines, group_run: LiveRun
 ) -> None:
     """40 concurrent greedy streams through dsched; no rank gets more than 60 %."""
     url = vllm_group.engines[0].url
-    expected = await sure_answers(url, prompts(), NUM_STREAMS, max_tokens=NUM_TOKENS)
+    expected = await sure_answers(url, make_prompts(), NUM_STREAMS, max_tokens=NUM_TOKENS)
 
     streams = await ask_all(group_run, list(expected), max_tokens=NUM_TOKENS)
     counts = await dispatched(group_run)
@@ -192,7 +138,7 @@ async def test_one_dead_rank_takes_down_its_group(
     """SIGKILL of one rank's core: every stream of both ranks goes on at another engine."""
     server, other = vllm_group.engines[0], vllm_engines.engines[0]
     expected = await sure_answers(
-        other.url, prompts(), NUM_LIVE_STREAMS, max_tokens=NUM_LIVE_TOKENS
+        other.url, make_prompts(), NUM_LIVE_STREAMS, max_tokens=NUM_LIVE_TOKENS
     )
 
     asked = asyncio.create_task(ask_all(mixed_run, list(expected), max_tokens=NUM_LIVE_TOKENS))
