@@ -191,7 +191,7 @@ class PolicyGuard(Generic[Policy]):
 
     def has(self, method: str) -> bool:
         """Whether the policy has a method of this name."""
-        return hasattr(self.policy, method)
+        return callable(getattr(self.policy, method, None))
 
     def call(
         self, function: Callable[[], object], check: Callable[[object], Answer | None]

@@ -80,16 +80,17 @@ def check_policy(policy: object, kinds: Sequence[type], *, where: str) -> None:
 
 
 def kinds_of(policy: object, kinds: Iterable[type] = tuple(METHODS)) -> list[type]:
-    """The kinds of policy whose method `policy` has, in the order of `kinds`."""
-    return [kind for kind in kinds if hasattr(policy, METHODS[kind])]
+    """The kinds of policy whose method `policy` has, in the order of `kinds`.
+
+    An attribute of the same name (`weights`) that cannot be called is nobody's method.
+    """
+    return [kind for kind in kinds if callable(getattr(policy, METHODS[kind], None))]
 
 
 def _check_method(policy: object, kind: type, *, where: str) -> None:
     name = METHODS[kind]
     method = getattr(policy, name)
     wanted = [p for p in inspect.signature(getattr(kind, name)).parameters if p != "self"]
-    if not callable(method):
-        raise ConfigError(f"{where}: {name} is not a method")
     if inspect.iscoroutinefunction(method):
         raise ConfigError(f"{where}: {name}() must not be async; policies do no I/O")
     try:
