@@ -111,6 +111,23 @@ async def admin_urls(registry_url: str, *, access: RegistryConfig | None = None)
     return urls
 
 
+async def ask_every_dsched(
+    registry_url: str,
+    path: str,
+    body: bytes | None,
+    *,
+    access: RegistryConfig | None = None,
+) -> list[dict[str, Any]]:
+    """Ask every dsched of a registry; `None` as body asks, anything else tells.
+
+    Raises:
+        ConfigError: none is registered, or none answers well.
+    """
+    urls = await admin_urls(registry_url, access=access)
+    async with _session() as session:
+        return await _tell(session, urls, path, body)
+
+
 async def _tell(
     session: aiohttp.ClientSession, urls: Sequence[str], path: str, body: bytes | None
 ) -> list[dict[str, Any]]:

@@ -32,6 +32,15 @@ SIM_COMMANDS = tuple(
     )
 )
 
+TRACE_COMMANDS = tuple(
+    CommandRow(name=name, target=f"dsched.cli.trace:{name}", help=text, panel="Commands")
+    for name, text in (
+        ("start", "Record every decision to a file."),
+        ("stop", "Close the file."),
+        ("status", "Say what is kept and what is being recorded."),
+    )
+)
+
 COMMANDS: tuple[CommandRow | GroupRow, ...] = (
     CommandRow(
         name="run",
@@ -73,6 +82,12 @@ COMMANDS: tuple[CommandRow | GroupRow, ...] = (
         name="explain",
         target="dsched.cli.explain:explain",
         help="Tell why a request went where it went.",
+        panel=PANEL_LOOK,
+    ),
+    GroupRow(
+        name="trace",
+        rows=TRACE_COMMANDS,
+        help="Record the decisions of a running dsched to a file.",
         panel=PANEL_LOOK,
     ),
     GroupRow(

@@ -13,6 +13,8 @@ from rich.table import Table
 
 from dsched.errors import ConfigError
 from dsched.sim.faults import FaultPlan, FaultReport, SafetyError, run_faults
+from dsched.sim.recording import recording
+from dsched.trace import Recorder
 
 EXIT_UNSAFE = 1
 
@@ -33,6 +35,12 @@ def faults(
     json: Annotated[
         Path | None, typer.Option("--json", help="Write every seed's result here; - for stdout.")
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record", help="Write every decision of --seed here, for explain and replay."
+        ),
+    ] = None,
 ) -> None:
     """Serve on simulated engines while everything breaks, and check every promise after each tick.
 
@@ -44,11 +52,16 @@ def faults(
         num_engines=engines, num_ranks=ranks, num_requests=requests, faults_per_s=faults_per_s
     )
     wanted = parse_seeds(seeds) if seeds is not None else range(seed, seed + 1)
+    if record is not None and seeds is not None:
+        raise ConfigError("--record takes one --seed, not --seeds")
     reports: list[FaultReport] = []
     broken: list[str] = []
     console = Console(stderr=json is not None and str(json) == "-")
-    with console.status("simulating") as status:
-        for report in _run_all(wanted, plan, broken):
+    with (
+        console.status("simulating") as status,
+        recording(record, source="sim faults", seed=seed, options=asdict(plan)) as recorder,
+    ):
+        for report in _run_all(wanted, plan, broken, recorder):
             reports.append(report)
             status.update(f"simulating: {len(reports)} of {len(wanted)} seeds")
     if json is not None:
@@ -72,10 +85,12 @@ def parse_seeds(text: str) -> range:
     return range(int(found[1]), int(found[2]) + 1)
 
 
-def _run_all(seeds: range, plan: FaultPlan, broken: list[str]) -> Iterator[FaultReport]:
+def _run_all(
+    seeds: range, plan: FaultPlan, broken: list[str], recorder: Recorder | None
+) -> Iterator[FaultReport]:
     for seed in seeds:
         try:
-            yield run_faults(seed, plan)
+            yield run_faults(seed, plan, recorder=recorder)
         except SafetyError as error:
             broken.append(f"{error}. Again: dsched sim faults --seed {seed}")
 

@@ -25,6 +25,7 @@ from dsched.rng import stream
 from dsched.sim.cluster import SimCluster, SimPolicy
 from dsched.sim.engine import KvPolicy, SimEngineConfig
 from dsched.sim.plot import plot_replay
+from dsched.sim.recording import recording
 from dsched.sim.report import Quantiles, ReplayReport
 from dsched.sim.traces import (
     RowCounts,
@@ -98,6 +99,10 @@ def serve(
         Path | None, typer.Option("--json", help="Write the result here; - for standard output.")
     ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a PNG here.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", help="Write every decision here, for explain and replay."),
+    ] = None,
 ) -> None:
     """Replay a request trace through the real controller and simulated engines.
 
@@ -106,7 +111,7 @@ def serve(
     """
     configure_logging(LoggingConfig(level="warning"))
     console = Console(stderr=json is not None and str(json) == "-")
-    for path in (json, plot):
+    for path in (json, plot, record):
         _check_folder(path)
     options: dict[str, Any] = {
         "conversation_gap_s": conversation_gap_s,
@@ -134,21 +139,20 @@ def serve(
         if jitter:
             workload = spread_ties(workload, stream(seed, "jitter"))
         workload = scale_rate(workload, rate_scale)
-        cluster = SimCluster(
-            num_engines=engines,
-            engine=SimEngineConfig(
-                num_dp_ranks=ranks,
-                kv_capacity_tokens=kv_capacity_tokens,
-                max_running_requests=max_running_requests,
-                max_step_tokens=step_tokens,
-                max_model_len=kv_capacity_tokens,
-                kv_policy=kv_policy,
-                prefix_cache_tokens=prefix_cache_tokens,
-            ),
-            policy=policy,
-            seed=seed,
+        engine = SimEngineConfig(
+            num_dp_ranks=ranks,
+            kv_capacity_tokens=kv_capacity_tokens,
+            max_running_requests=max_running_requests,
+            max_step_tokens=step_tokens,
+            max_model_len=kv_capacity_tokens,
+            kv_policy=kv_policy,
+            prefix_cache_tokens=prefix_cache_tokens,
         )
-        report = _replay(cluster, workload, options)
+        with recording(record, source="sim serve", seed=seed, options=options) as recorder:
+            cluster = SimCluster(
+                num_engines=engines, engine=engine, policy=policy, recorder=recorder, seed=seed
+            )
+            report = _replay(cluster, workload, options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -30,7 +30,6 @@ from dsched.controller.events import (
     EngineProgressed,
     EngineWentDown,
     Event,
-    RankCameBack,
     RankLost,
     RequestArrived,
 )
@@ -38,7 +37,6 @@ from dsched.controller.host import TickHost
 from dsched.controller.lifecycle import Lifecycle
 from dsched.controller.models import ModelCatalog
 from dsched.controller.observer import ControllerObserver, NullObserver
-from dsched.controller.prefills import Prefills
 from dsched.controller.refusals import stopping
 from dsched.controller.request import (
     InferenceRequest,
@@ -100,11 +98,10 @@ class Controller:
             recorder=recorder or null_recorder(),
             policies=policies or PolicySet(),
         )
-        self._prefills = Prefills(self._state)
-        self._lifecycle = Lifecycle(self._state, self._prefills)
+        self._lifecycle = Lifecycle(self._state)
         self._withdrawal = Withdrawal(self._state, self._lifecycle)
         self._engines = Engines(self._state, self._withdrawal)
-        self._dispatcher = Dispatcher(self._state, self._lifecycle, self._prefills)
+        self._dispatcher = Dispatcher(self._state, self._lifecycle)
         self._catalog = ModelCatalog(self._state)
         self._timer_ns: int | None = None
 
@@ -160,12 +157,14 @@ class Controller:
         self._state.push(EngineWentDown(engine_id=engine_id, reason=reason, evidence=evidence))
 
     def on_rank_lost(self, rank_id: RankId, reason: str) -> None:
-        """One DP rank is gone while its engine answers (see `dsched.drivers.rank_watch`)."""
-        self._state.push(RankLost(rank_id=rank_id, reason=reason))
+        """One DP rank is gone while its engine answers (see `dsched.drivers.recovery`).
 
-    def on_rank_back(self, rank_id: RankId) -> None:
-        """A lost rank works again."""
-        self._state.push(RankCameBack(rank_id=rank_id))
+        Raises `ValueError` for a rank that is not there.
+        """
+        record = self.membership.engines.get(rank_id.engine_id)
+        if record is None or rank_id not in list(record.rank_ids()):
+            raise ValueError(f"there is no rank {rank_id}")
+        self._state.push(RankLost(rank_id=rank_id, reason=reason))
 
     def on_report(self, report: RankReport) -> None:
         """Correct the ledger at once: a report decides nothing by itself."""
@@ -266,11 +265,6 @@ class Controller:
         return self._state.counts.handoffs
 
     @property
-    def num_prefills(self) -> Mapping[str, int]:
-        """Prompts of separate pools by what became of them; label of a metric."""
-        return self._state.counts.prefills
-
-    @property
     def num_unknown_reports(self) -> int:
         return self._state.counts.unknown_reports
 
@@ -326,8 +320,6 @@ class Controller:
                 self._engines.apply_progressed(event)
             case RankLost():
                 self._engines.apply_rank_lost(event)
-            case RankCameBack():
-                self._engines.apply_rank_back(event)
             case DrainAsked():
                 self._engines.apply_drain(event)
 
@@ -352,11 +344,10 @@ class Controller:
         state = self._state
         state.membership.validate()
         for pool in state.pools.values():
-            pool.validate()
+            pool.router.validate()
         state.runs.validate(
             undecided=(event.request_id for event in state.events if isinstance(event, AttemptLost))
         )
-        self._prefills.validate()
         num_held = sum(pool.router.num_held for pool in state.pools.values())
         num_held += sum(pool.handoffs.num_waiting for pool in state.pools.values())
         if num_held != state.runs.num_waiting:

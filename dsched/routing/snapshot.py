@@ -136,6 +136,7 @@ def restore_router(snapshot: RouterSnapshot) -> DecodeRouter:
             pinned_dp_rank=held.pinned_dp_rank,
             excluded_ranks=held.excluded_ranks,
             now_ns=held.held_ns,
+            priority=held.priority,
         )
     router._held._next_number = snapshot.next_number
     router._held._served_tokens = dict(snapshot.served_tokens)

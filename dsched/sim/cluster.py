@@ -44,6 +44,7 @@ from dsched.sim.model import SimModel
 from dsched.sim.prompts import PromptMaker, check_prompts
 from dsched.sim.report import ReplayReport, RequestTimes, StepMeter
 from dsched.sim.traces import Trace
+from dsched.trace import Recorder
 
 MODEL_NAME = "sim"
 PATIENCE_NS = 365 * 24 * 3600 * 1_000_000_000
@@ -148,6 +149,7 @@ class SimCluster:
         settings: ControllerSettings | None = None,
         report_faults: ReportFaults | None = None,
         observer: ControllerObserver | None = None,
+        recorder: Recorder | None = None,
         seed: int = 0,
         is_batching: bool = True,
     ) -> None:
@@ -199,6 +201,7 @@ class SimCluster:
             attempt_ids=AttemptIds(process_tag=seed % (1 << 64)),
             settings=settings or patient_settings(self.cost, policy),
             observer=observer,
+            recorder=recorder,
         )
         host.tick = self.controller.tick
         # Held requests are released by reports.
@@ -224,6 +227,9 @@ class SimCluster:
         prompt_token_ids: tuple[int, ...],
         sampling: SamplingParams,
         request_stream: RequestStream,
+        *,
+        tenant: str = "",
+        session: str = "",
     ) -> RequestId:
         """Send one request at the present simulated time."""
         request_id = RequestId(f"r{self._num_submitted:09d}")
@@ -237,6 +243,8 @@ class SimCluster:
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             pinned_dp_rank=pinned,
+            tenant=tenant,
+            session=session,
         )
         self.controller.submit(request, request_stream)
         return request_id
@@ -248,17 +256,19 @@ class SimCluster:
         on_progress: Callable[[int], None] | None = None,
         on_tokens: TokenWatcher | None = None,
         options: dict[str, Any] | None = None,
+        tenants: Sequence[str] = (),
     ) -> ReplayReport:
         """Send every request of `trace` at its time and run until all have ended.
 
-        `options` is copied into the report.
+        `options` is copied into the report. `tenants` has one name a request, or none at all; a
+        conversation of the trace is a session. Only policies look at either.
 
         Raises:
             ValueError: the trace is empty, or its arrivals are not sorted.
         """
         check_prompts(trace)
         self.start()
-        replay = _Replay(self, trace, on_progress=on_progress, on_tokens=on_tokens)
+        replay = _Replay(self, trace, tenants=tenants, on_progress=on_progress, on_tokens=on_tokens)
         replay.run()
         return ReplayReport(
             source=trace.source,
@@ -307,11 +317,15 @@ class _Replay:
         cluster: SimCluster,
         trace: Trace,
         *,
+        tenants: Sequence[str],
         on_progress: Callable[[int], None] | None,
         on_tokens: TokenWatcher | None,
     ) -> None:
+        if tenants and len(tenants) != trace.num_requests:
+            raise ValueError(f"{len(tenants)} tenants for {trace.num_requests} requests")
         self._cluster = cluster
         self._trace = trace
+        self._tenants = tenants
         self._prompts = PromptMaker(trace, vocab_size=cluster.model.vocab_size, seed=cluster.seed)
         self._on_progress = on_progress
         self.on_tokens = on_tokens
@@ -359,8 +373,13 @@ class _Replay:
         sampling = SamplingParams(
             max_tokens=int(self._trace.num_output_tokens[index]), temperature=0.0, ignore_eos=True
         )
+        conversations = self._trace.conversation_id
         request_id = self._cluster.submit(
-            self._prompts.prompt(index), sampling, _Listener(self, index)
+            self._prompts.prompt(index),
+            sampling,
+            _Listener(self, index),
+            tenant=self._tenants[index] if self._tenants else "",
+            session="" if conversations is None else f"c{conversations[index]}",
         )
         self._request_ids.append(request_id)
 

@@ -45,6 +45,7 @@ from dsched.sim.engine import SimEngine, SimEngineConfig
 from dsched.sim.loop import SimLoop
 from dsched.sim.model import SimModel
 from dsched.states import Evidence, RankState
+from dsched.trace import Recorder
 
 MS = 1_000_000
 S = 1_000_000_000
@@ -111,13 +112,15 @@ class FaultReport:
     """Simulated time at the end."""
 
 
-def run_faults(seed: int, plan: FaultPlan | None = None) -> FaultReport:
-    """Run one seed to its end.
+def run_faults(
+    seed: int, plan: FaultPlan | None = None, *, recorder: Recorder | None = None
+) -> FaultReport:
+    """Run one seed to its end; `recorder` hears every decision.
 
     Raises:
         SafetyError: a promise was broken, or something never finished.
     """
-    run = _Run(seed, plan or FaultPlan())
+    run = _Run(seed, plan or FaultPlan(), recorder)
     try:
         return run.run()
     except (InvariantError, SafetyError) as error:
@@ -328,8 +331,9 @@ class _Observer:
 class _Run:
     """One seed."""
 
-    def __init__(self, seed: int, plan: FaultPlan) -> None:
+    def __init__(self, seed: int, plan: FaultPlan, recorder: Recorder | None) -> None:
         self.seed = seed
+        self._recorder = recorder
         self.plan = plan
         self.loop = SimLoop()
         self.model = SimModel(vocab_size=256)
@@ -393,6 +397,7 @@ class _Run:
             attempt_ids=AttemptIds(process_tag=self.seed % (1 << 64)),
             settings=settings,
             observer=self._observer,
+            recorder=self._recorder,
         )
 
     # ---- randomness and notes

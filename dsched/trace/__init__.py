@@ -1,7 +1,7 @@
 """The decision trace: what planners saw and decided, kept in a ring, told and decided again."""
 
 from dsched.trace.files import TraceReader, TraceWriter
-from dsched.trace.recorder import NullRecorder, Recorder, RingRecorder
+from dsched.trace.recorder import Recorder, RingRecorder, null_recorder
 from dsched.trace.records import FORMAT_VERSION, AnyRecord, Header
 from dsched.trace.replay import Changes, Difference, ReplayResult, replay
 from dsched.trace.story import Story, as_document, newest_request_ids, tell
@@ -13,7 +13,6 @@ __all__ = [
     "Changes",
     "Difference",
     "Header",
-    "NullRecorder",
     "Recorder",
     "ReplayResult",
     "RingRecorder",
@@ -23,6 +22,7 @@ __all__ = [
     "as_document",
     "as_text",
     "newest_request_ids",
+    "null_recorder",
     "replay",
     "tell",
 ]

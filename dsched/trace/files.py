@@ -11,6 +11,7 @@ The header is read before anything else, and its `format` before the rest of it,
 newer dsched is refused by name instead of by a missing field.
 """
 
+import contextlib
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -20,11 +21,10 @@ from typing import BinaryIO
 import msgspec
 
 from dsched.errors import TraceError
+from dsched.trace.recorder import RECORDS_OF_A_FRAME
 from dsched.trace.records import FORMAT_VERSION, AnyRecord, Header, Record
 
 MAGIC = b"DSCHEDT\n"
-RECORDS_OF_A_FRAME = 2_048
-"""Records of one frame. Fewer: worse compression. More: more is lost by a cut."""
 MAX_FRAME_BYTES = 1 << 28
 """Of a frame's payload, unpacked. A length above it is damage, not a frame."""
 COMPRESSION = 1
@@ -62,7 +62,9 @@ class TraceWriter:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        """Close; what cannot be written any more, after an error, is left out."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def _write_frame(self, payload: bytes) -> None:
         self._write(_FRAME_HEAD.pack(len(payload), zlib.crc32(payload)) + payload)

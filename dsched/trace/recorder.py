@@ -1,7 +1,7 @@
 """What the controller tells a trace, and the bounded ring that keeps the last of it.
 
 The controller calls a `Recorder` at each fact and each decision: right after the fact was applied,
-and right after a decision was made and before it is booked. `NullRecorder` stands for "off".
+and right after a decision was made and before it is booked. `null_recorder` stands for "off".
 
 `RingRecorder` costs a request a few microseconds: it makes one small struct a call and looks for
 the cells of the load table that changed since the last decision (`dsched.routing.snapshot`).
@@ -17,8 +17,8 @@ State: mutable, owned by the controller's thread; `records` may be called from a
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from dsched.trace.records import (
     Lost,
     Picked,
     Preferred,
+    Prefilled,
     Ranks,
     Rationed,
     Record,
@@ -56,6 +57,8 @@ NUM_SEGMENTS = 8
 """Parts of the ring; the oldest is dropped whole. Fewer: more is forgotten at once. More: more
 keyframes, each as large as the table of all ranks."""
 MIN_SEGMENT_RECORDS = 32
+RECORDS_OF_A_FRAME = 2_048
+"""Records that are written together. Fewer: worse compression. More: more is lost by a cut."""
 DEFAULT_MAX_UNTAKEN = 262_144
 """Records that wait for a slow disk before the file is given up. More: memory."""
 MAX_STEPS_OF_PREFILL = 8
@@ -115,6 +118,21 @@ class Recorder(Protocol):
         epoch: int,
         now_ns: int,
     ) -> None: ...
+
+    def on_prefill(
+        self,
+        request_id: RequestId,
+        *,
+        attempt_id: AttemptId,
+        rank_id: RankId,
+        bucket: int,
+        work_ns: int,
+        finish_ns: int,
+        reason: str,
+        now_ns: int,
+    ) -> None:
+        """The prompt of the attempt that was just booked goes to a prefill worker."""
+        ...
 
     def on_hold(
         self,
@@ -193,8 +211,8 @@ class Recorder(Protocol):
     def on_membership(self, view: MembershipView, now_ns: int) -> None: ...
 
 
-class NullRecorder:
-    """Hears nothing: tracing is off."""
+class _NullRecorder:
+    """Hears nothing."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("on_") or name == "watch":
@@ -206,13 +224,26 @@ def _ignore(*_: object, **__: object) -> None:
     """Do nothing."""
 
 
+def null_recorder() -> Recorder:
+    """Return a recorder that hears nothing: tracing is off."""
+    return cast(Recorder, _NullRecorder())
+
+
 class RingRecorder:
     """Keeps about the last `max_records` records."""
 
     def __init__(
-        self, *, max_records: int = 65_536, max_untaken: int = DEFAULT_MAX_UNTAKEN
+        self,
+        *,
+        max_records: int = 65_536,
+        max_untaken: int = DEFAULT_MAX_UNTAKEN,
+        write: Callable[[Sequence[Record]], None] | None = None,
     ) -> None:
-        """Raises `ValueError` for a ring that holds no segment."""
+        """`write`, after `start_taking`, gets full frames as they come: for hosts without a thread
+        to write on.
+
+        Raises `ValueError` for a ring that holds no segment.
+        """
         if max_records < NUM_SEGMENTS * MIN_SEGMENT_RECORDS:
             raise ValueError(
                 f"max_records is {max_records}; it must be at least "
@@ -226,6 +257,7 @@ class RingRecorder:
         """Rank -> [request that was sent there last, steps that are still kept]."""
         self._untaken: list[Record] | None = None
         self._max_untaken = max_untaken
+        self._write = write
         self.overflowed = False
         """Records came faster than they were taken; the file lacks what followed."""
         self.num_records = 0
@@ -260,7 +292,7 @@ class RingRecorder:
 
     def watch(self, pool: str, router: DecodeRouter) -> None:
         self._watches[pool] = ViewWatch(router)
-        self._segment.append(_keyframe(pool, self._watches[pool].snapshot(), 0))
+        self._add_keyframe(pool, 0)
 
     def on_arrival(
         self,
@@ -368,6 +400,34 @@ class RingRecorder:
             )
         )
 
+    def on_prefill(
+        self,
+        request_id: RequestId,
+        *,
+        attempt_id: AttemptId,
+        rank_id: RankId,
+        bucket: int,
+        work_ns: int,
+        finish_ns: int,
+        reason: str,
+        now_ns: int,
+    ) -> None:
+        engine_id, dp_rank = rank_id
+        self._prefills[engine_id, dp_rank] = [request_id, MAX_STEPS_OF_PREFILL]
+        self._add(
+            Prefilled(
+                now_ns,
+                request_id,
+                attempt_id,
+                engine_id,
+                dp_rank,
+                bucket,
+                work_ns,
+                finish_ns,
+                reason,
+            )
+        )
+
     def on_hold(
         self,
         pool: str,
@@ -387,6 +447,7 @@ class RingRecorder:
                 request.tenant,
                 request.pinned_dp_rank,
                 request.excluded_ranks,
+                request.priority,
                 is_accepted,
             )
         )
@@ -536,12 +597,15 @@ class RingRecorder:
 
     def _add_keyframes(self, now_ns: int) -> None:
         """Add what later views are built from; on the way the watches forget what they told."""
-        for pool, watch in self._watches.items():
-            keyframe = _keyframe(pool, watch.snapshot(), now_ns)
-            self._segment.append(keyframe)
-            self.num_records += 1
-            if self._untaken is not None:
-                self._keep_for_file(keyframe)
+        for pool in self._watches:
+            self._add_keyframe(pool, now_ns)
+
+    def _add_keyframe(self, pool: str, now_ns: int) -> None:
+        keyframe = _keyframe(pool, self._watches[pool].snapshot(), now_ns)
+        self._segment.append(keyframe)
+        self.num_records += 1
+        if self._untaken is not None:
+            self._keep_for_file(keyframe)
 
     def _keep_for_file(self, record: Record) -> None:
         assert self._untaken is not None
@@ -550,6 +614,8 @@ class RingRecorder:
             self._untaken = None
             return
         self._untaken.append(record)
+        if self._write is not None and len(self._untaken) >= RECORDS_OF_A_FRAME:
+            self._write(self.take())
 
     def _fresh_watch(self, pool: str, now_ns: int) -> ViewWatch:
         """The watch of a pool, after telling of ranks that have got other numbers."""
@@ -578,6 +644,7 @@ def _keyframe(pool: str, snapshot: RouterSnapshot, now_ns: int) -> Keyframe:
                 held.excluded_ranks,
                 held.held_ns,
                 held.number,
+                held.priority,
             )
             for held in snapshot.held
         ),

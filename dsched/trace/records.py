@@ -46,7 +46,7 @@ class Keyframe(Record, frozen=True, array_like=True, gc=False, tag=1):
     prices: bytes
     """float64 [3, D]."""
     tie_offset: int
-    held: tuple[tuple[str, int, int, str, int | None, tuple[int, ...], int, int], ...]
+    held: tuple[tuple[str, int, int, str, int | None, tuple[int, ...], int, int, int], ...]
     """Fields of each `dsched.routing.holding.HeldRequest`, in order of arrival."""
     served_tokens: dict[str, int]
     """Prompt tokens that each waiting tenant got from the queue."""
@@ -152,6 +152,7 @@ class Held(Record, frozen=True, array_like=True, gc=False, tag=9):
     tenant: str
     pinned_dp_rank: int | None
     excluded_ranks: tuple[int, ...]
+    priority: int
     is_accepted: bool
     """`False`: too many wait already, and the request was refused."""
 
@@ -190,7 +191,7 @@ class Lost(Record, frozen=True, array_like=True, gc=False, tag=13):
     request_id: str
     engine_id: str
     layer: str
-    """What noticed it: `socket`, `progress`, `stream`, `group`, `rank`, `busy` or `drain`."""
+    """What noticed it: a `dsched.states.LossLayer`."""
     reason: str
     num_output_tokens: int
 
@@ -253,6 +254,22 @@ class Changed(Record, frozen=True, array_like=True, gc=False, tag=18):
     """Name, pool, state, reason."""
 
 
+class Prefilled(Record, frozen=True, array_like=True, gc=False, tag=19):
+    """Another engine computes the prompt of the attempt that was just booked."""
+
+    request_id: str
+    attempt_id: str
+    """Of the prefill half."""
+    engine_id: str
+    dp_rank: int
+    bucket: int
+    """Length bucket of the prompt."""
+    work_ns: int
+    finish_ns: int
+    """Estimated time until it is done, what waits there included."""
+    reason: str
+
+
 AnyRecord = (
     Keyframe
     | Ranks
@@ -262,6 +279,7 @@ AnyRecord = (
     | Released
     | Preferred
     | Booked
+    | Prefilled
     | Held
     | Dropped
     | FirstToken

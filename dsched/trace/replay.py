@@ -8,7 +8,8 @@ the recorded view, so one difference does not cause the next: the number of diff
 how much another price would have changed, decision by decision, not what the run would have become.
 
 With `Changes` the same is decided under other prices or limits. A changed price holds for every
-rank from the start to the end, instead of what was learned from reported steps.
+rank from the start to the end, instead of what was learned from reported steps; costs are not
+compared then, only choices.
 
 Pure apart from reading its input. O(records * D).
 """
@@ -41,6 +42,11 @@ class Changes:
     max_hold_ns: int | None = None
     tokens_per_rank: int | None = None
     """Ration of re-prefill; 0 is no limit."""
+
+    @property
+    def has_prices(self) -> bool:
+        """Every cost is another then, so that only choices are compared."""
+        return self.request_ns is not None or self.kv_token_ns is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +131,7 @@ class _Replay:
             return
         changes = self._changes
         with keep_prices(router):
-            if changes.request_ns is not None or changes.kv_token_ns is not None:
+            if changes.has_prices:
                 set_prices_of_all(
                     router, request_ns=changes.request_ns, kv_token_ns=changes.kv_token_ns
                 )
@@ -150,25 +156,26 @@ class _Replay:
         request_id: str,
         decision: RoutingDecision,
     ) -> None:
-        recorded = (
-            record.request_id,
-            _rank_name(router, record.rank),
-            record.reason,
-            record.cost_ns,
-            record.num_eligible,
-        )
-        replayed = (
-            request_id,
-            _rank_name(router, decision.rank),
-            decision.reason.value,
-            decision.cost_ns,
-            decision.num_eligible,
-        )
+        recorded = {
+            "request": record.request_id,
+            "rank": _rank_name(router, record.rank),
+            "reason": record.reason,
+            "num_eligible": record.num_eligible,
+            "cost_ns": record.cost_ns,
+        }
+        replayed = {
+            "request": request_id,
+            "rank": _rank_name(router, decision.rank),
+            "reason": decision.reason.value,
+            "num_eligible": decision.num_eligible,
+            "cost_ns": decision.cost_ns,
+        }
+        if self._changes.has_prices:
+            del recorded["cost_ns"]
         self._result.num_decisions[kind] += 1
-        if recorded == replayed:
+        name = next((each for each in recorded if recorded[each] != replayed[each]), None)
+        if name is None:
             return
-        names = ("request", "rank", "reason", "cost_ns", "num_eligible")
-        which = next(i for i in range(len(names)) if recorded[i] != replayed[i])
         note = ""
         if isinstance(record, Picked):
             note = _costs(router, picked_request(record), (record.rank, decision.rank))
@@ -176,9 +183,9 @@ class _Replay:
             number,
             record,
             kind=kind,
-            name=names[which],
-            recorded=_shown(recorded[which]),
-            replayed=_shown(replayed[which]),
+            name=name,
+            recorded=_shown(recorded[name]),
+            replayed=_shown(replayed[name]),
             note=note,
         )
 

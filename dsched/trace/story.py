@@ -71,6 +71,8 @@ class Story:
 
     request_id: str
     moments: tuple[Moment, ...]
+    membership_before: Changed | None
+    """What was not up when it began, as far as the trace has it."""
     has_start: bool
     """Its arrival is among them: the ring has not dropped it."""
     has_end: bool
@@ -91,6 +93,7 @@ def tell(records: Sequence[AnyRecord], request_id: str) -> Story | None:
     return Story(
         request_id=request_id,
         moments=tuple(_moment(records, number) for number in places),
+        membership_before=_last_change(records, places[0]),
         has_start=bool(starts),
         has_end=any(isinstance(records[n], Refused) or _is_end(records[n]) for n in places),
     )
@@ -164,6 +167,15 @@ def _membership(records: Sequence[AnyRecord], places: Sequence[int]) -> list[int
     ]
 
 
+def _last_change(records: Sequence[AnyRecord], place: int) -> Changed | None:
+    """The last change of the membership before a record."""
+    for number in range(place - 1, -1, -1):
+        record = records[number]
+        if isinstance(record, Changed):
+            return record
+    return None
+
+
 def _moment(records: Sequence[AnyRecord], number: int) -> Moment:
     record = records[number]
     if not isinstance(record, Picked | Released):
@@ -217,7 +229,7 @@ def _request_of(records: Sequence[AnyRecord], number: int) -> RoutingRequest:
                 excluded_ranks=held.excluded_ranks,
             )
         if isinstance(held, Keyframe) and held.pool == record.pool:
-            for key, num_tokens, num_wanted, _, pin, excluded, _, _ in held.held:
+            for key, num_tokens, num_wanted, _, pin, excluded, *_ in held.held:
                 if key == record.request_id:
                     return RoutingRequest(
                         num_prompt_tokens=num_tokens,

@@ -23,6 +23,7 @@ from dsched.trace.records import (
     Lost,
     Picked,
     Preferred,
+    Prefilled,
     Rationed,
     Recovered,
     Refused,
@@ -41,13 +42,13 @@ SECOND = 1_000_000_000
 
 LAYERS = {
     "socket": "its connection broke",
-    "progress": "no progress: neither a token nor a step in time",
+    "progress": "neither a token nor a step in time",
     "stream": "no token for this request while its engine went on",
     "group": "its EP group was lost",
     "rank": "its DP rank was lost while the engine answers",
     "busy": "the engine is alive and had no room",
     "drain": "an operator drains the engine",
-    "journal": "dsched itself was restarted",
+    "restart": "dsched itself was restarted, and the client asked again",
 }
 """What noticed a loss, by layer."""
 
@@ -77,9 +78,14 @@ def as_text(story: Story, header: Header | None = None) -> str:
     if isinstance(first, Arrived):
         start_ns = first.arrival_ns
     lines = list(_head(story, start_ns, header))
+    membership = story.membership_before
     for number, moment in enumerate(story.moments):
         before = story.moments[number - 1].record if number else None
-        text, details = _told(moment, before, start_ns)
+        if isinstance(moment.record, Changed):
+            text, details = _told_membership(moment.record, membership), ()
+            membership = moment.record
+        else:
+            text, details = _told(moment, before, start_ns)
         if text:
             lines += _entry(moment.record.time_ns - start_ns, text)
             lines += [" " * TIME_WIDTH + detail for detail in details]
@@ -99,7 +105,28 @@ def _head(story: Story, start_ns: int, header: Header | None) -> Iterator[str]:
         yield f"arrived at {start_ns / SECOND:.6f} s of the trace's clock{kind}"
     if not story.has_start:
         yield "The trace no longer has its beginning."
+    yield from wrap(summary(story, start_ns), WIDTH)
     yield ""
+
+
+def summary(story: Story, start_ns: int) -> str:
+    """The story in one line: the way, the end, and what the client felt."""
+    way: list[str] = []
+    gaps_ns: list[int] = []
+    parts = []
+    for moment in story.moments:
+        record = moment.record
+        if isinstance(record, Booked):
+            way.append(f"{record.engine_id}/{record.dp_rank}")
+        elif isinstance(record, FirstToken):
+            parts.append(f"TTFT {_ms(record.time_ns - start_ns)}")
+        elif isinstance(record, HandedOff):
+            gaps_ns.append(record.detect_ns + record.dispatch_ns + record.prefill_ns)
+        elif isinstance(record, Ended | Refused):
+            parts.append(_told_end(record) if isinstance(record, Ended) else "refused")
+    if gaps_ns:
+        parts.append(f"longest gap {_ms(max(gaps_ns))}")
+    return "; ".join([" -> ".join(way) or "no rank", *parts])
 
 
 def _entry(time_ns: int, text: str) -> list[str]:
@@ -117,9 +144,9 @@ def since(time_ns: int) -> str:
     >>> since(41_260_000), since(12_345_678_900)
     ('+41.3 ms', '+12.346 s')
     """
-    if abs(time_ns) < 10 * SECOND:
-        return f"{time_ns / MS:+,.1f} ms"
-    return f"{time_ns / SECOND:+,.3f} s"
+    if abs(time_ns) < SECOND:
+        return f"{time_ns / MS:+.1f} ms"
+    return f"{time_ns / SECOND:+.3f} s"
 
 
 def _ms(time_ns: float) -> str:
@@ -167,6 +194,12 @@ def _told_fact(record: object) -> str:
                 f"attempt {record.number} goes to {record.engine_id}/{record.dp_rank} with "
                 f"{record.num_prompt_tokens:,} prompt tokens (epoch {record.epoch})"
             )
+        case Prefilled():
+            return (
+                f"its prompt goes to {record.engine_id}/{record.dp_rank} (bucket {record.bucket}, "
+                f"{record.reason}): {_ms(record.work_ns)} of work, done in about "
+                f"{_ms(record.finish_ns)}"
+            )
         case Stepped():
             return (
                 f"step {record.step} of {record.engine_id}/{record.dp_rank}: "
@@ -176,8 +209,8 @@ def _told_fact(record: object) -> str:
         case Lost():
             layer = LAYERS.get(record.layer, record.layer)
             return (
-                f"LOST engine {record.engine_id} after {record.num_output_tokens:,} tokens. "
-                f"Noticed by {record.layer}: {layer} ({record.reason})"
+                f"LOST {record.engine_id} after {record.num_output_tokens:,} tokens. Detection "
+                f"layer {record.layer} ({layer}): {record.reason}"
             )
         case Recovered():
             return (
@@ -195,13 +228,20 @@ def _told_fact(record: object) -> str:
             )
         case Ended():
             return _told_end(record)
-        case Changed():
-            groups = "; ".join(
-                f"EP group {name} is {state}" + (f" ({reason})" if reason else "")
-                for name, _, state, reason in record.groups
-            )
-            return f"cluster, epoch {record.epoch}: {groups or 'every EP group is up'}"
     return ""
+
+
+def _told_membership(record: Changed, before: Changed | None) -> str:
+    """What is different from the change before."""
+    old = {} if before is None else {group[0]: group for group in before.groups}
+    new = {group[0]: group for group in record.groups}
+    parts = [
+        f"EP group {name} is {state}" + (f" ({reason})" if reason else "")
+        for name, _, state, reason in record.groups
+        if old.get(name) != new[name]
+    ]
+    parts += [f"EP group {name} is up" for name in old if name not in new]
+    return f"cluster, epoch {record.epoch}: {'; '.join(parts) or 'EP groups are as before'}"
 
 
 def _told_arrival(record: Arrived) -> str:
@@ -229,11 +269,14 @@ def _told_held(record: Held, before: object) -> str:
 
 def _told_ration(record: Rationed) -> str:
     limit = record.tokens_per_rank
-    allowed = "no limit" if limit is None else f"{limit * max(1, record.num_ranks_up):,} tokens"
+    allowed = (
+        "no limit"
+        if limit is None
+        else f"at most {limit * max(1, record.num_ranks_up):,} on {record.num_ranks_up} ranks"
+    )
     return (
         f"ration of re-prefill: {len(record.released)} of {len(record.waiting)} lost requests go "
-        f"now ({record.num_tokens_under_way:,} tokens under way, {allowed} on "
-        f"{record.num_ranks_up} ranks)"
+        f"now ({record.num_tokens_under_way:,} tokens under way, {allowed})"
     )
 
 
@@ -272,17 +315,17 @@ def _table(decision: Decision | None) -> Iterator[str]:
         return
     eligible = decision.eligible
     if eligible:
-        yield f"  {'rank':<20}{'running':>8}{'KV tokens':>12}{'cost ms':>10} = {'requests':>8} + KV"
+        yield f"  {'rank':<16}{'running':>8}{'KV tokens':>12}{'cost ms':>10} = requests + KV"
     shown = _shown_of(eligible, decision.chosen)
     for candidate in shown:
         mark = ">" if candidate.name == decision.chosen else " "
         terms = candidate.cost
         home = f" + home {terms.home_ns / MS:.3f}" if terms.home_ns else ""
         yield (
-            f"{mark} {_cut(candidate.name, 20):<20}{candidate.num_running:>8,}"
+            f"{mark} {_cut(candidate.name, 16):<16}{candidate.num_running:>8,}"
             f"{candidate.num_kv_tokens:>12,}{terms.total_ns / MS:>10.3f}"
-            f" = {terms.requests_ns / MS:>8.3f} + {terms.kv_ns / MS:.3f}{home}"
-        )[: WIDTH - TIME_WIDTH]
+            f" = {terms.requests_ns / MS:.3f} + {terms.kv_ns / MS:.3f}{home}"
+        )
     if len(eligible) > len(shown):
         dearest = max(each.cost.total_ns for each in eligible) / MS
         yield f"  and {len(eligible) - len(shown)} more, up to {dearest:.3f}"

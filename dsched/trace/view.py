@@ -78,6 +78,7 @@ def held_request(record: Held) -> RoutingRequest:
         tenant=record.tenant,
         pinned_dp_rank=record.pinned_dp_rank,
         excluded_ranks=record.excluded_ranks,
+        priority=record.priority,
     )
 
 
@@ -118,8 +119,19 @@ def snapshot_of(record: Keyframe) -> RouterSnapshot:
                 excluded_ranks=excluded,
                 held_ns=held_ns,
                 number=number,
+                priority=priority,
             )
-            for key, num_tokens, num_wanted, tenant, pin, excluded, held_ns, number in record.held
+            for (
+                key,
+                num_tokens,
+                num_wanted,
+                tenant,
+                pin,
+                excluded,
+                held_ns,
+                number,
+                priority,
+            ) in record.held
         ),
         served_tokens=record.served_tokens,
         next_number=record.next_number,
