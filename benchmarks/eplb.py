@@ -1,11 +1,12 @@
-"""Expert placement: balance, moves and solve time beside vLLM's policy and DeepSeek's greedy.
+"""Expert placement: balance, moves and solve time beside vLLM, SGLang and DeepSeek's greedy.
 
     python benchmarks/eplb.py [--quick] [--json FILE]
 
 The load is generated (`dsched.sim.eplb`): power law .8 with 25 % spread over layers, 5 % drift a
 window, E/64 experts trading places. The first window is not scored. Times are CPU time of one
-thread (`time.thread_time`), the median over plans. vLLM's own policy runs in the same run where its
-environment is found (`.venv-vllm`); DeepSeek's greedy is rewritten (`dsched.sim.eplb.plan_greedy`).
+thread (`time.thread_time`), the median over plans. The engines' own policies run in the same run
+where their environments are found (`.venv-vllm`, `.venv-sglang`); DeepSeek's greedy is rewritten
+(`dsched.sim.eplb.plan_greedy`).
 """
 
 import os
@@ -34,7 +35,6 @@ from dsched.eplb import (
 from dsched.sim.eplb import LoadShape, generate_expert_load, plan_greedy
 
 ROOT = Path(__file__).parents[1]
-VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +193,11 @@ Job = tuple[Case, int]
 """A case and a seed."""
 
 
-def run_vllm(jobs: dict[Job, NDArray[np.int64]]) -> dict[Job, Score]:
-    """Score vLLM's policy on all windows, in one process of its own Python; empty without it."""
-    if not VLLM_PYTHON.exists():
-        print(f"vllm: no environment at {VLLM_PYTHON.relative_to(ROOT)}; not compared")
+def run_engine(name: str, jobs: dict[Job, NDArray[np.int64]]) -> dict[Job, Score]:
+    """Score an engine's policy on all windows, in one process of its Python; empty without it."""
+    python = ROOT / f".venv-{name}" / "bin" / "python"
+    if not python.exists():
+        print(f"{name}: no environment at {python.relative_to(ROOT)}; not compared")
         return {}
     arrays = {}
     for number, ((case, _), windows) in enumerate(jobs.items()):
@@ -206,7 +207,7 @@ def run_vllm(jobs: dict[Job, NDArray[np.int64]]) -> dict[Job, Score]:
         source, target = Path(folder) / "jobs.npz", Path(folder) / "out.npz"
         np.savez(source, **arrays)
         script = Path(__file__).parent / "_eplb_peers.py"
-        command = [str(VLLM_PYTHON), str(script), str(source), str(target)]
+        command = [str(python), str(script), name, str(source), str(target)]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=env, capture_output=True)
         found = np.load(target)
@@ -297,14 +298,18 @@ class Run:
             for seed in self.seeds
             if case.has_peers or not is_quick
         }
-        self.vllm = run_vllm({job: w for job, w in self.windows.items() if job[0].has_peers})
+        compared = {job: w for job, w in self.windows.items() if job[0].has_peers}
+        self.engines = {name: run_engine(name, compared) for name in ("vllm", "sglang")}
 
     def peers(self, case: Case) -> Peers:
         """Score the peers on every seed; the greedy is slow in Python, so once where quick."""
         seeds = [seed for seed in self.seeds if (case, seed) in self.windows]
         greedy = seeds[:1] if self.is_quick else seeds
         return {
-            "vllm": [self.vllm[case, seed] for seed in seeds if (case, seed) in self.vllm],
+            **{
+                name: [scores[case, seed] for seed in seeds if (case, seed) in scores]
+                for name, scores in self.engines.items()
+            },
             "deepseek greedy": [run_greedy(case, self.windows[case, seed]) for seed in greedy]
             if case.has_peers
             else [],
