@@ -301,11 +301,15 @@ class FaultsConfig(Section, frozen=True, kw_only=True):
     """Time without a token or a reported step after which an engine that was answering counts as
     frozen. Below: a long step looks like a freeze. Above: its clients wait longer."""
     prefill_timeout_s: Seconds = 10.0
-    """The same for an engine that has only prompts to compute, without their own time. Below: a
+    """The same for a new engine that has only prompts to compute, without their own time. Below: a
     slow first step looks like a freeze. Above: its clients wait longer."""
     prefill_token_cost_us: Annotated[float, Meta(ge=0, le=60_000_000)] = 1_000.0
     """What each prompt token adds to that time, in microseconds; many times its real cost. Below:
     long prompts look like a freeze. Above: a freeze during a long prompt is noticed late."""
+    prefill_factor: Annotated[float, Meta(ge=1, le=1_000)] = 4.0
+    """Once an engine's pace is known, the time for prompts is `decode_timeout_s` and so many times
+    what its prefill cost model expects. Below: a prompt with little cached prefix looks like a
+    freeze. Above: a freeze amid long prompts is noticed late."""
     stream_timeout_s: Seconds = 60.0
     """Time without a token after which one request is moved while its engine goes on. Below:
     preempted requests are moved for nothing. Above: a request lost inside an engine waits."""

@@ -27,9 +27,13 @@ from dsched.cli.metric_sources import (
     live_samples,
     reader_samples,
     registry_samples,
+    reload_samples,
 )
+from dsched.cli.policy_setup import PolicyReloader, make_policies
+from dsched.cli.rank_watches import RankWatches
+from dsched.cli.trace_service import TraceService
 from dsched.clock import SystemClock, wall_time_s
-from dsched.config import BUILTIN_ROUTING_POLICIES, Config
+from dsched.config import Config
 from dsched.config_load import LoadedConfig
 from dsched.controller import (
     Controller,
@@ -38,6 +42,8 @@ from dsched.controller import (
     LoopTickHost,
     RankStatus,
 )
+from dsched.costs.prefill import PrefillCostModel
+from dsched.costs.presets import load_cost_models
 from dsched.drivers.reports import ReportReader
 from dsched.errors import ConfigError
 from dsched.faults import MemoryJournal, SqliteJournal, TokenJournal
@@ -46,17 +52,10 @@ from dsched.frontdoor.door import FrontDoor
 from dsched.frontdoor.live_sampler import LiveSampler
 from dsched.ids import AttemptIds, DpRank, EngineId, RankId
 from dsched.metrics import MetricsExporter, Sample
-from dsched.plugins import (
-    PolicyGuard,
-    RoutingFilter,
-    RoutingPolicies,
-    RoutingPolicy,
-    RoutingScorer,
-    load_policy,
-)
 from dsched.registry.member import RegistryMember
 from dsched.registry.records import EngineRow, InstanceRow, RankRow, WorkersView
 from dsched.routing import DecodeRouter, RoutingRequest
+from dsched.routing.snapshot import ViewWatch
 from dsched.sim.loop import AsyncioTimers
 
 log = structlog.get_logger(__name__)
@@ -74,7 +73,8 @@ class Service:
         self._process_tag = secrets.randbits(64)
         self.instance_id = f"{self._process_tag:016x}"
         self._settings = controller_settings(self.config, process_tag=self._process_tag)
-        self._policies = routing_policies(self.config)
+        self._policies = make_policies(loaded)
+        self._reloader = PolicyReloader(loaded)
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = contextlib.AsyncExitStack()
 
@@ -95,6 +95,17 @@ class Service:
         log.info("service.stopping", num_open_requests=self.controller.num_open_requests)
         await self._stack.aclose()
         log.info("service.stopped")
+
+    async def reload_policies(self) -> bool:
+        """Read the configuration again and ask its policies from the next tick on.
+
+        `False` when they cannot be used; the old ones go on then. No request is touched.
+        """
+        policies = await self._reloader.reload()
+        if policies is None:
+            return False
+        self.controller.use_policies(policies).close()
+        return True
 
     @property
     def is_simulated(self) -> bool:
@@ -121,6 +132,9 @@ class Service:
         if _needs_agents(config):
             self.reports.start()
             self._stack.callback(self.reports.close)
+        self.trace = TraceService(config, clock=self._clock)
+        await self.trace.start()
+        self._stack.push_async_callback(self.trace.stop)
         loop = asyncio.get_running_loop()
         builder = FleetBuilder(
             config,
@@ -132,6 +146,7 @@ class Service:
         await asyncio.to_thread(warm_router)
         self._start_controller(loop)
         await self._start_front_door()
+        self._start_rank_watches()
         self.member.start(instance=self._instance_row(), engines=self._engine_rows)
         self._stack.push_async_callback(self.member.stop)
         log.info(
@@ -159,15 +174,30 @@ class Service:
                 settings=self._settings,
                 observer=Observers(self.faults, self.live),
                 policies=self._policies,
+                recorder=self.trace.recorder,
             )
         except ValueError as error:  # engines or EP groups that do not go together
             raise ConfigError(f"$.pools: {error}") from error
         host.attach(self.controller.tick)
         self.controller.start()
-        if self._policies is not None:
-            self._stack.callback(self._policies.close)
+        self._stack.callback(self._close_policies)
         self._stack.callback(host.close)
         self._stack.callback(self.controller.close)
+
+    def _start_rank_watches(self) -> None:
+        mode = self.config.faults.engine_recovery
+        if mode == "off":
+            return
+        self.rank_watches = RankWatches(
+            self.fleet,
+            self.controller,
+            can_repair=lambda: mode == "repair" and self.member.election.epoch_now() is not None,
+        )
+        self.rank_watches.start()
+        self._stack.push_async_callback(self.rank_watches.stop)
+
+    def _close_policies(self) -> None:
+        self.controller.policies.close()
 
     async def _start_front_door(self) -> None:
         exporter = MetricsExporter(show_process=self.config.metrics.process)
@@ -180,6 +210,7 @@ class Service:
             workers=lambda: msgspec.to_builtins(self.workers()),
             config=lambda: msgspec.to_builtins(self.config),
             engines=EngineAdmin(self.controller),
+            trace=self.trace,
             live=self.live,
             clock=self._clock,
             process_tag=self._process_tag & 0xFFFF_FFFF,
@@ -193,6 +224,7 @@ class Service:
         exporter.add_source(lambda: front_door_samples(self.front_door.stats))
         exporter.add_source(lambda: controller_samples(self.controller))
         exporter.add_source(lambda: fault_samples(self.controller, self.faults))
+        exporter.add_source(lambda: reload_samples(self._reloader.num_reloads))
         exporter.add_source(lambda: journal_samples(self.journal.status()))
         exporter.add_source(lambda: reader_samples(self.reports))
         exporter.add_source(lambda: live_samples(self.live))
@@ -233,6 +265,7 @@ def warm_router() -> None:
         router.pick(RoutingRequest(num_prompt_tokens=prompt_tokens, excluded_ranks=(7,)), 0)
     router.hold(RoutingRequest(num_prompt_tokens=5), "held", 0)
     router.next_held(0)
+    ViewWatch(router).snapshot()
 
 
 def open_journal(config: Config, *, owner: str) -> TokenJournal:
@@ -250,21 +283,6 @@ def open_journal(config: Config, *, owner: str) -> TokenJournal:
         retention_s=journal.retention_s,
         sync_full=journal.sync_full,
     )
-
-
-def routing_policies(config: Config) -> RoutingPolicies | None:
-    """Make the operator's routing policy; `None` where one of ours is configured.
-
-    Raises:
-        ConfigError: it cannot be imported or made, or does not keep the contract.
-    """
-    routing = config.routing
-    if routing.policy in BUILTIN_ROUTING_POLICIES:
-        return None
-    kinds = (RoutingPolicy, RoutingFilter, RoutingScorer)
-    policy = load_policy(kinds, routing.policy, routing.policy_args, path="$.routing.policy")
-    budget_ns = int(routing.policy_budget_ms * 1e6)
-    return RoutingPolicies([(PolicyGuard(policy, budget_ns=budget_ns), 1.0)])
 
 
 def controller_settings(config: Config, *, process_tag: int) -> ControllerSettings:
@@ -287,14 +305,37 @@ def controller_settings(config: Config, *, process_tag: int) -> ControllerSettin
         handoff_deadline_ns=int(config.faults.handoff_deadline_s * S),
         reprefill_tokens_per_rank=config.faults.reprefill_tokens_per_rank or None,
         spare=config.faults.spare,
+        prefill_costs=_prefill_costs(config),
+        max_local_prefill_tokens=routing.max_local_prefill_tokens,
+        max_transfer_age_ns=int(routing.max_transfer_age_s * S),
         progress=ProgressLimits(
             decode_timeout_ns=int(config.faults.decode_timeout_s * S),
             prefill_timeout_ns=int(config.faults.prefill_timeout_s * S),
             prefill_token_ns=int(config.faults.prefill_token_cost_us * 1e3),
+            prefill_factor=config.faults.prefill_factor,
             stream_timeout_ns=int(config.faults.stream_timeout_s * S),
         ),
         is_validating=config.debug.validate,
     )
+
+
+def _prefill_costs(config: Config) -> PrefillCostModel | None:
+    """What prompts cost on prefill pools: as configured, or as the simulated engines work.
+
+    Raises:
+        ConfigError: the file or preset cannot be used.
+    """
+    named = config.routing.prefill_costs
+    if named is None and not _needs_agents(config):
+        return PrefillCostModel.from_coefficients(
+            fixed_s=config.sim.step_base_us * 1e-6,
+            token_s=max(config.sim.prefill_token_cost_us * 1e-6, 1e-9),
+            attention_s=0.0,
+        )
+    try:
+        return load_cost_models(named)[0]
+    except ConfigError as error:
+        raise ConfigError(f"$.routing.prefill_costs: {error}") from error
 
 
 def _needs_agents(config: Config) -> bool:

@@ -747,6 +747,37 @@ def test_a_frozen_engine_that_wakes_up_adds_no_token_and_rejoins() -> None:
     assert bench.controller.membership.epoch == epoch + 1
 
 
+def test_a_freeze_amid_prompts_is_noticed_by_the_pace_of_the_engine() -> None:
+    """Eight prompts taught that they take a quarter of a second: the ninth has not ten."""
+    (engine,) = engines(1)
+    limits = ProgressLimits(decode_timeout_ns=3 * SECOND_NS, prefill_timeout_ns=10 * SECOND_NS)
+    bench = Bench(engine, settings=ControllerSettings(progress=limits, is_validating=True))
+
+    def state_after(quarters: int) -> str:
+        for _ in range(quarters):
+            bench.wait(SECOND_NS // 4)
+        (status,) = bench.controller.engine_statuses()
+        return status.state.name
+
+    bench.ask("first")
+    bench.controller.tick()
+    is_patient = state_after(24) == "UP"
+    for number in range(9):
+        if number:
+            bench.ask(f"r{number}")
+            bench.controller.tick()
+            bench.wait(SECOND_NS // 4)
+        engine.emit(1)
+        bench.wait(SECOND_NS // 4)
+        engine.finish()
+        bench.controller.tick()
+    bench.ask("last")
+    bench.controller.tick()
+
+    assert is_patient
+    assert state_after(24) == "SUSPECT"
+
+
 def test_the_gap_of_a_handoff_is_measured_by_part() -> None:
     """Detection, dispatch and prefill add up to what the client saw."""
     gaps: list[HandoffGap] = []

@@ -4,6 +4,7 @@ from collections.abc import Hashable
 
 import pytest
 
+from dsched.costs.prefill import PrefillCostModel
 from dsched.faults.progress import ProgressLimits, ProgressWatch, StalledEngine
 from dsched.ids import EngineId
 
@@ -141,3 +142,90 @@ def test_limits_are_checked() -> None:
     """The message names the limit and its value."""
     with pytest.raises(ValueError, match="decode_timeout_ns is -1"):
         ProgressLimits(decode_timeout_ns=-1)
+
+
+def prefill_model() -> PrefillCostModel:
+    """10 ms and 0.1 ms a token, as a start that is right only in proportion."""
+    return PrefillCostModel.from_coefficients(fixed_s=0.01, token_s=1e-4, attention_s=1e-12)
+
+
+class PaceBench(Bench):
+    """The same with a watch that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watch = ProgressWatch(LIMITS, make_prefill_model=prefill_model)
+        self.watch.next_sweep_ns(0)
+
+    def serve(
+        self, key: str, *, seconds: float, num_prompt_tokens: int, num_cached: int = 0
+    ) -> None:
+        """One request from its start to its end."""
+        self.begin(key, A, num_prompt_tokens=num_prompt_tokens)
+        self.pass_time(seconds)
+        self.counts[key] = 1
+        self.pass_time(0.25)
+        self.end(key, num_cached=num_cached)
+
+    def end(self, key: str, *, num_cached: int = 0) -> None:
+        self.watch.note_cached(key, num_cached)
+        self.watch.end(key)
+
+    def seconds_until_noticed(self, **prompts: int) -> float:
+        """How long it may stand still over these prompts."""
+        for key, num_tokens in prompts.items():
+            self.begin(key, A, num_prompt_tokens=num_tokens)
+        start_ns = self.now_ns
+        while not self.stalled and self.now_ns - start_ns < 100 * S:
+            self.pass_time(0.25)
+        return (self.now_ns - start_ns) / S
+
+
+def test_a_learned_pace_replaces_the_configured_bound() -> None:
+    """0.2 ms a token were seen, so 20 000 tokens get 3 s and 4 times 4 s, not 5 s and 20 s."""
+    bench = PaceBench()
+    for number in range(20):
+        bench.serve(f"w{number}", seconds=2, num_prompt_tokens=11_250)  # 2.25 s at the sweep
+
+    assert 18 <= bench.seconds_until_noticed(x=20_000) <= 20.5
+
+
+def test_a_slow_engine_gets_the_time_that_it_needs() -> None:
+    """2 ms a token, more than the configured price: its long prompts are no freeze."""
+    bench = PaceBench()
+    for number in range(20):
+        bench.serve(f"w{number}", seconds=2, num_prompt_tokens=1_125)
+
+    assert bench.seconds_until_noticed(x=5_000, y=5_000) > 70
+
+
+def test_a_pace_is_learned_from_what_was_computed() -> None:
+    """10 000 of 11 000 tokens were cached: 1 000 took the time, and a fresh prompt may too."""
+    bench = PaceBench()
+    for number in range(20):
+        bench.serve(f"w{number}", seconds=2, num_prompt_tokens=11_000, num_cached=10_000)
+
+    assert bench.seconds_until_noticed(x=5_000) > 40
+
+
+def test_a_few_prompts_teach_nothing_yet() -> None:
+    """Until then the configured bound holds: 5 s and 1 ms a token."""
+    bench = PaceBench()
+    for number in range(7):
+        bench.serve(f"w{number}", seconds=0, num_prompt_tokens=20_000)
+
+    assert bench.seconds_until_noticed(x=20_000) == 25.25
+
+
+def test_prompts_that_shared_their_engine_teach_nothing() -> None:
+    """How long they took says nothing of any of them."""
+    bench = PaceBench()
+    for number in range(20):
+        pair = (f"a{number}", f"b{number}")
+        for key in pair:
+            bench.begin(key, A, num_prompt_tokens=20_000)
+        bench.pass_time(0.25, emitting=pair)
+        for key in pair:
+            bench.end(key)
+
+    assert bench.seconds_until_noticed(x=20_000) == 25.25
