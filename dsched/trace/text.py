@@ -81,8 +81,9 @@ def as_text(story: Story, header: Header | None = None) -> str:
     membership = story.membership_before
     for number, moment in enumerate(story.moments):
         before = story.moments[number - 1].record if number else None
+        details: Iterable[str] = ()
         if isinstance(moment.record, Changed):
-            text, details = _told_membership(moment.record, membership), ()
+            text = _told_membership(moment.record, membership)
             membership = moment.record
         else:
             text, details = _told(moment, before, start_ns)
