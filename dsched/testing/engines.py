@@ -8,6 +8,7 @@ launcher ends, and the kernel ends it if Python dies.
 """
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -67,7 +68,7 @@ class SharedEngines:
 
     def get(self) -> TinyEngines:
         """Return the engines, all alive."""
-        if self._engines is None or not all(each.is_alive for each in self._engines.engines):
+        if self._engines is None or not all(is_running(each.pid) for each in self._engines.engines):
             self.close()
             self._engines = self._stack.enter_context(self._start())
         return self._engines
@@ -156,3 +157,12 @@ async def post_json(pool: HttpPool, path: str, body: object) -> Any:  # noqa: AN
     if status != 200:
         raise DriverError(f"status {status}: {answer[:500]!r}")
     return msgspec.json.decode(answer)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -29,7 +29,7 @@ import aiohttp
 from dsched.clock import SystemClock
 from dsched.config import inherited_environment
 from dsched.drivers.local import free_port
-from dsched.testing.engines import MODEL_NAME, TinyEngines
+from dsched.testing.engines import MODEL_NAME, TinyEngines, is_running
 
 READY_TIMEOUT_S: Final = 400.0
 STOP_TIMEOUT_S: Final = 60.0
@@ -194,15 +194,6 @@ def signal_group(group: int, number: signal.Signals) -> None:
     """Signal a whole process group, if it is still there."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def fresh_connections() -> aiohttp.TCPConnector:
