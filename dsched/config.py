@@ -239,8 +239,9 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     """Prompts of up to so many tokens are computed by their decode rank, where there is a prefill
     pool. Below: short prompts pay for two engines. Above: decode steps get long."""
     max_transfer_age_s: Seconds = 60.0
-    """Time that KV may wait on a prefill engine for its decode rank; keep it below the engines' own
-    limit. Above: KV is asked for that is gone. Below: prompts are computed again."""
+    """Time that KV may wait on a prefill engine for its decode rank, and the rank for it; keep it
+    below the engines' own limit. Above: KV is asked for that is gone, and lost KV is noticed late.
+    Below: prompts are computed again."""
     max_queued_requests: Count = 4_096
     """Requests that wait at the router for a rank; 0 refuses at once. Below: bursts get 429.
     Above: clients wait for answers that come too late to be of use."""

@@ -5,7 +5,7 @@ command is made: at once, or when another engine has computed its prompt (`prefi
 opens it in the journal and puts it under watch.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from dsched.controller.run import Attempt, Phase, RequestRun
 from dsched.controller.state import ControllerState
@@ -17,8 +17,7 @@ ENGINE_BUSY_STATUSES = (429, 503, 529)
 """Answers of an engine that is alive and has no room: another rank may have."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch:
+class Dispatch(msgspec.Struct, frozen=True, kw_only=True):
     """One command to hand out: this run goes to this engine."""
 
     run: RequestRun

@@ -18,7 +18,7 @@ The work is in the parts: `engines` (membership), `withdrawal` (who must leave a
 Cost of a tick: O(events + dispatches * D).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from dsched.clock import Clock
 from dsched.controller.dispatch import Dispatcher
@@ -30,6 +30,7 @@ from dsched.controller.events import (
     EngineProgressed,
     EngineWentDown,
     Event,
+    RankCameBack,
     RankLost,
     RequestArrived,
 )
@@ -37,6 +38,7 @@ from dsched.controller.host import TickHost
 from dsched.controller.lifecycle import Lifecycle
 from dsched.controller.models import ModelCatalog
 from dsched.controller.observer import ControllerObserver, NullObserver
+from dsched.controller.prefills import Prefills
 from dsched.controller.refusals import stopping
 from dsched.controller.request import (
     InferenceRequest,
@@ -47,7 +49,7 @@ from dsched.controller.request import (
 from dsched.controller.settings import ControllerSettings
 from dsched.controller.spare import PoolLoad, pool_load
 from dsched.controller.state import ControllerState, Outcome
-from dsched.controller.status import EngineStatus, engine_statuses
+from dsched.controller.status import EngineStatus, each_engine_status, engine_statuses
 from dsched.controller.withdrawal import Withdrawal
 from dsched.drivers.base import Driver, EngineDescription
 from dsched.drivers.wire import RankReport
@@ -98,10 +100,11 @@ class Controller:
             recorder=recorder or null_recorder(),
             policies=policies or PolicySet(),
         )
-        self._lifecycle = Lifecycle(self._state)
+        self._prefills = Prefills(self._state)
+        self._lifecycle = Lifecycle(self._state, self._prefills)
         self._withdrawal = Withdrawal(self._state, self._lifecycle)
         self._engines = Engines(self._state, self._withdrawal)
-        self._dispatcher = Dispatcher(self._state, self._lifecycle)
+        self._dispatcher = Dispatcher(self._state, self._lifecycle, self._prefills)
         self._catalog = ModelCatalog(self._state)
         self._timer_ns: int | None = None
 
@@ -157,14 +160,12 @@ class Controller:
         self._state.push(EngineWentDown(engine_id=engine_id, reason=reason, evidence=evidence))
 
     def on_rank_lost(self, rank_id: RankId, reason: str) -> None:
-        """One DP rank is gone while its engine answers (see `dsched.drivers.recovery`).
-
-        Raises `ValueError` for a rank that is not there.
-        """
-        record = self.membership.engines.get(rank_id.engine_id)
-        if record is None or rank_id not in list(record.rank_ids()):
-            raise ValueError(f"there is no rank {rank_id}")
+        """One DP rank is gone while its engine answers (see `dsched.drivers.rank_watch`)."""
         self._state.push(RankLost(rank_id=rank_id, reason=reason))
+
+    def on_rank_back(self, rank_id: RankId) -> None:
+        """A lost rank works again."""
+        self._state.push(RankCameBack(rank_id=rank_id))
 
     def on_report(self, report: RankReport) -> None:
         """Correct the ledger at once: a report decides nothing by itself."""
@@ -265,6 +266,11 @@ class Controller:
         return self._state.counts.handoffs
 
     @property
+    def num_prefills(self) -> Mapping[str, int]:
+        """Prompts of separate pools by what became of them; label of a metric."""
+        return self._state.counts.prefills
+
+    @property
     def num_unknown_reports(self) -> int:
         return self._state.counts.unknown_reports
 
@@ -275,6 +281,10 @@ class Controller:
     def engine_statuses(self) -> tuple[EngineStatus, ...]:
         """Every engine and rank, by id, as dsched sees them now."""
         return engine_statuses(self._state)
+
+    def each_engine_status(self) -> Iterator[EngineStatus]:
+        """The same one by one, so that other work gets its turn in between."""
+        return each_engine_status(self._state)
 
     def num_reports(self) -> dict[str, int]:
         """Load reports by what became of them."""
@@ -298,6 +308,7 @@ class Controller:
                 self._apply(event)
         self._withdrawal.end_probation(now_ns)
         self._withdrawal.hand_over_drained(now_ns)
+        self._lifecycle.lose_overdue_halves(now_ns)
         self._lifecycle.end_overdue(now_ns)
         self._engines.tell_membership()
         for dispatch in self._dispatcher.plan(now_ns):
@@ -320,6 +331,8 @@ class Controller:
                 self._engines.apply_progressed(event)
             case RankLost():
                 self._engines.apply_rank_lost(event)
+            case RankCameBack():
+                self._engines.apply_rank_back(event)
             case DrainAsked():
                 self._engines.apply_drain(event)
 
@@ -328,9 +341,9 @@ class Controller:
         state = self._state
         now_ns = state.clock.now_ns()
         times = self._dispatcher.next_hold_expiry_ns(now_ns) + self._withdrawal.due_times_ns(now_ns)
-        deadline_ns = state.runs.next_deadline_ns()
-        if deadline_ns is not None:
-            times.append(deadline_ns)
+        for due_ns in (state.runs.next_deadline_ns(), self._prefills.next_due_ns()):
+            if due_ns is not None:
+                times.append(due_ns)
         if not times:
             self._timer_ns = None
             return
@@ -344,10 +357,11 @@ class Controller:
         state = self._state
         state.membership.validate()
         for pool in state.pools.values():
-            pool.router.validate()
+            pool.validate()
         state.runs.validate(
             undecided=(event.request_id for event in state.events if isinstance(event, AttemptLost))
         )
+        self._prefills.validate()
         num_held = sum(pool.router.num_held for pool in state.pools.values())
         num_held += sum(pool.handoffs.num_waiting for pool in state.pools.values())
         if num_held != state.runs.num_waiting:

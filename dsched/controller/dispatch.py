@@ -7,40 +7,32 @@ allows.
 Cost: O(dispatches * D).
 """
 
-from dataclasses import dataclass
-
 from dsched.controller import refusals
 from dsched.controller.asking import preferred
+from dsched.controller.attempts import Dispatch, begin_attempt, is_wanted
 from dsched.controller.lifecycle import Lifecycle
+from dsched.controller.prefills import Prefills
 from dsched.controller.run import Attempt, Phase, RequestRun
 from dsched.controller.state import ControllerState
-from dsched.drivers.wire import GenerateCommand, SamplingParams
+from dsched.drivers.wire import SamplingParams
 from dsched.errors import InvariantError
-from dsched.ids import AttemptId, EngineId
+from dsched.ids import AttemptId
 from dsched.routing import RoutingDecision, RoutingReason, RoutingRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch:
-    """One decision to hand out: this run goes to this rank."""
-
-    run: RequestRun
-    decision: RoutingDecision
-    command: GenerateCommand
-    engine_id: EngineId
-
-
 class Dispatcher:
-    """Finds a rank for what waits."""
+    """Finds a rank for what waits, and a prefill worker where the pools are separate."""
 
-    def __init__(self, state: ControllerState, lifecycle: Lifecycle) -> None:
+    def __init__(self, state: ControllerState, lifecycle: Lifecycle, prefills: Prefills) -> None:
         self._state = state
         self._lifecycle = lifecycle
+        self._prefills = prefills
 
     def plan(self, now_ns: int) -> list[Dispatch]:
         """Place what is held, then what is new; book each answer before asking for the next."""
         state = self._state
-        dispatches = self._plan_held(now_ns)
+        dispatches = self._plan_prefills(now_ns)
+        dispatches += self._plan_held(now_ns)
         unplanned = self._lifecycle.take_unplanned()
         lost = [
             run
@@ -49,19 +41,26 @@ class Dispatcher:
             for run in pool.handoffs.take(state.num_ranks_up(name), now_ns)
         ]
         for run in (*unplanned, *lost):
-            dispatch = self._plan_new(run, now_ns) if run.phase is Phase.WAITING else None
-            if dispatch is not None:
-                dispatches.append(dispatch)
+            if run.phase is Phase.WAITING:
+                dispatches += self._plan_new(run, now_ns)
+        return dispatches
+
+    def _plan_prefills(self, now_ns: int) -> list[Dispatch]:
+        """Go on with runs that have a decode rank and lost their prefill worker."""
+        dispatches: list[Dispatch] = []
+        for run in self._prefills.take_unplaced():
+            if self._prefills.is_rank_usable(run):
+                dispatches += self._begin(run, now_ns)
+            else:
+                self._lifecycle.place_again(run)
         return dispatches
 
     def hand_out(self, dispatch: Dispatch) -> None:
         """Give a command to its engine, unless the run ended since it was planned."""
-        run = dispatch.run
-        attempt_id = AttemptId(dispatch.command.attempt_id)
-        if run.attempt is None or run.attempt.attempt_id != attempt_id:
-            self._lifecycle.on_attempt_released(attempt_id)
-            return
-        self._state.drivers[dispatch.engine_id].generate(dispatch.command, run)
+        if is_wanted(dispatch):
+            self._state.drivers[dispatch.engine_id].generate(dispatch.command, dispatch.run)
+        else:
+            self._lifecycle.on_attempt_released(AttemptId(dispatch.command.attempt_id))
 
     def next_hold_expiry_ns(self, now_ns: int) -> list[int]:
         """When held requests have waited for room for long enough."""
@@ -97,10 +96,10 @@ class Dispatcher:
                 if held.decision.rank is None:
                     self._end_unroutable(run, held.decision)
                 else:
-                    dispatches.append(self._book(run, held.decision, now_ns))
+                    dispatches += self._book(run, held.decision, now_ns)
         return dispatches
 
-    def _plan_new(self, run: RequestRun, now_ns: int) -> Dispatch | None:
+    def _plan_new(self, run: RequestRun, now_ns: int) -> list[Dispatch]:
         """Dispatch a run, hold it, or end it when no rank could ever take it."""
         decision = self._pick(run, now_ns)
         if decision.reason is RoutingReason.NO_RANK_UP and run.excluded_ranks:
@@ -109,14 +108,14 @@ class Dispatcher:
             decision = self._pick(run, now_ns)
         if decision.reason in (RoutingReason.TOO_LARGE, RoutingReason.NO_SUCH_RANK):
             self._end_unroutable(run, decision)
-            return None
+            return []
         # Continuations overtake what is held: their clients wait in the middle of an answer.
         may_go = not run.router.num_held or run.recovery is not None
         if decision.rank is not None and may_go and self._has_spare(run):
             return self._book(run, decision, now_ns)
         if not self._hold(run, now_ns):
             self._lifecycle.end_with_error(run, refusals.full(run.router.num_held))
-        return None
+        return []
 
     def _pick(self, run: RequestRun, now_ns: int) -> RoutingDecision:
         request = _routing_request(run)
@@ -135,7 +134,8 @@ class Dispatcher:
     def _end_unroutable(self, run: RequestRun, decision: RoutingDecision) -> None:
         self._lifecycle.end_with_error(run, refusals.unroutable(run, decision.reason))
 
-    def _book(self, run: RequestRun, decision: RoutingDecision, now_ns: int) -> Dispatch:
+    def _book(self, run: RequestRun, decision: RoutingDecision, now_ns: int) -> list[Dispatch]:
+        """Take the rank for the run's next attempt, and begin it or its prefill half."""
         decision = preferred(self._state, run, _routing_request(run), decision, now_ns)
         if decision.rank is None:
             raise InvariantError(f"request {run.request.request_id}: a dispatch needs a rank")
@@ -149,19 +149,12 @@ class Dispatcher:
                 epoch=run.num_attempts + 1,
                 engine_id=rank_id.engine_id,
                 rank=decision.rank,
-                num_prompt_tokens=len(prompt_token_ids),
+                prompt_token_ids=prompt_token_ids,
+                sampling=sampling,
             ),
             now_ns,
         )
         state.runs.stop_waiting(run)
-        state.runs.begin_attempt(run, attempt_id)
-        if state.watch is not None:
-            state.watch.begin(
-                attempt_id,
-                engine_id=rank_id.engine_id,
-                num_prompt_tokens=len(prompt_token_ids),
-                now_ns=now_ns,
-            )
         # Booked by attempt, not by request: a cancelled attempt may still run while its client
         # repeats the request.
         run.router.book(
@@ -179,23 +172,25 @@ class Dispatcher:
         state.router_of_attempt[attempt_id] = run.router
         if run.recovery is not None:
             state.pools[run.pool].handoffs.begin(attempt_id, len(prompt_token_ids))
-        state.journal.begin_attempt(
-            request.request_id, attempt_id=attempt_id, epoch=run.num_attempts, target=rank_id
-        )
-        state.counts.dispatched[rank_id] = state.counts.dispatched.get(rank_id, 0) + 1
-        return Dispatch(
-            run=run,
-            decision=decision,
-            engine_id=rank_id.engine_id,
-            command=GenerateCommand(
-                attempt_id=attempt_id,
-                epoch=state.membership.epoch,
-                dp_rank=rank_id.dp_rank,
-                prompt_token_ids=prompt_token_ids,
-                sampling=sampling,
-                priority=request.priority,
-            ),
-        )
+        return self._begin(run, now_ns)
+
+    def _begin(self, run: RequestRun, now_ns: int) -> list[Dispatch]:
+        """Let another engine compute the prompt, or begin the booked attempt at once."""
+        if not self._prefills.is_wanted(run, now_ns):
+            if run.transfer is not None:
+                self._prefills.expect_token(run, now_ns)
+            return [begin_attempt(self._state, run, now_ns)]
+        half = self._prefills.place(run, now_ns)
+        if half is None:
+            if not self._state.can_prefill(run.pool):
+                self._lifecycle.end_with_error(run, refusals.no_prefill(run))
+                return []
+            run.forget_transfer()
+            return [begin_attempt(self._state, run, now_ns)]
+        if half.command.kv_meeting is None:
+            return [half]
+        self._prefills.expect_token(run, now_ns)
+        return [half, begin_attempt(self._state, run, now_ns)]
 
     def _attempt_input(self, run: RequestRun) -> tuple[tuple[int, ...], SamplingParams]:
         """Prompt and sampling of the next attempt."""
@@ -210,8 +205,12 @@ class Dispatcher:
 
 def _routing_request(run: RequestRun) -> RoutingRequest:
     request = run.request
+    plan = run.recovery
+    num_output_tokens = run.num_output_tokens
+    if plan is not None and plan.sampling is not None and not plan.num_prompt_output_tokens:
+        num_output_tokens = 0  # it is drawn again, so the rank holds the prompt alone at first
     return RoutingRequest(
-        num_prompt_tokens=len(request.prompt_token_ids) + run.num_output_tokens,
+        num_prompt_tokens=len(request.prompt_token_ids) + num_output_tokens,
         pinned_dp_rank=request.pinned_dp_rank,
         tenant=request.tenant,
         excluded_ranks=run.excluded_ranks,

@@ -9,13 +9,15 @@ import structlog
 
 from dsched.controller import refusals
 from dsched.controller.asking import is_refused, priority_of
+from dsched.controller.attempts import begin_attempt, is_busy
 from dsched.controller.events import AttemptLost, RequestArrived
 from dsched.controller.observer import HandoffGap
+from dsched.controller.prefills import Prefills
 from dsched.controller.request import InferenceRequest, RequestError, RequestFinish
 from dsched.controller.run import Phase, RequestRun
 from dsched.controller.state import ControllerState, Outcome
 from dsched.drivers.base import AttemptFinish, FinishReason
-from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableError, InvariantError
+from dsched.errors import DriverError, EngineUnreachableError, InvariantError
 from dsched.faults import (
     RecoveryGuarantee,
     RecoveryMethod,
@@ -29,15 +31,13 @@ from dsched.states import LossLayer
 
 log = structlog.get_logger(__name__)
 
-ENGINE_BUSY_STATUSES = (429, 503, 529)
-"""Answers of an engine that is alive and has no room: another rank may have."""
-
 
 class Lifecycle:
     """Sees each request to its one end. Implements `RunOwner` for the runs."""
 
-    def __init__(self, state: ControllerState) -> None:
+    def __init__(self, state: ControllerState, prefills: Prefills) -> None:
         self._state = state
+        self._prefills = prefills
         self._unplanned: list[RequestRun] = []
         """Runs that this tick has to place first."""
         self.num_fenced_tokens = 0
@@ -183,12 +183,74 @@ class Lifecycle:
     def on_attempt_failed(self, run: RequestRun, error: DriverError) -> None:
         """The attempt ended badly: refuse, or let the tick find another rank."""
         is_lost = isinstance(error, EngineUnreachableError)
-        is_busy = isinstance(error, EngineRefusedError) and error.status in ENGINE_BUSY_STATUSES
-        if not (is_lost or is_busy):
-            self.end_with_error(run, refusals.from_engine(error))
+        if not (is_lost or is_busy(error)):
+            if run.prefilled_by is not None and not run.num_attempt_tokens:
+                self._lose_transfer(run, reason=str(error))
+            else:
+                self.end_with_error(run, refusals.from_engine(error))
             return
         layer = LossLayer.SOCKET if is_lost else LossLayer.BUSY
         self.fail_attempt(run, reason=str(error), layer=layer)
+
+    def _lose_transfer(self, run: RequestRun, *, reason: str) -> None:
+        """Without the KV of its prompt the decode half cannot go on: compute the prompt again."""
+        self._state.counts.add_prefill("transfer_failed")
+        log.warning("transfer.failed", request_id=run.request.request_id, reason=reason)
+        run.is_prefill_local = True  # ignored where the decode engine computes no prompts
+        self.fail_attempt(run, reason=reason, layer=LossLayer.TRANSFER)
+
+    # ---- prefill halves
+
+    def on_prefill_finished(self, run: RequestRun, finish: AttemptFinish) -> None:
+        """The prompt is computed: the decode half begins, without waiting for a tick."""
+        if self._prefills.on_finished(run, finish):
+            now_ns = self._state.clock.now_ns()
+            dispatch = begin_attempt(self._state, run, now_ns)
+            self._prefills.expect_token(run, now_ns)
+            self._state.drivers[dispatch.engine_id].generate(dispatch.command, run)
+
+    def on_prefill_failed(self, run: RequestRun, error: DriverError) -> None:
+        """Its prompt was not computed: the next tick finds another way."""
+        self._prefills.on_failed(run, error)
+        self._lose_pair(run, reason=str(error))
+
+    def lose_prefill(self, run: RequestRun, *, reason: str) -> None:
+        """Take the prompt away from a worker that does not answer, or is drained."""
+        self._prefills.lose(run, reason)
+        self._lose_pair(run, reason=reason)
+
+    def _lose_pair(self, run: RequestRun, *, reason: str) -> None:
+        """A decode half that runs already waits for KV that will not come."""
+        if run.phase is Phase.RUNNING:
+            self.lose_attempt(run, reason=reason, layer=LossLayer.TRANSFER)
+
+    def place_again(self, run: RequestRun) -> None:
+        """The decode rank went away before its half began: find another one for the same KV."""
+        transfer, prefilled_by = run.transfer, run.prefilled_by
+        self._stop_watching(run)
+        run.transfer, run.prefilled_by = transfer, prefilled_by
+        run.num_moves += 1
+        self._wait(run)
+
+    def lose_overdue_halves(self, now_ns: int) -> None:
+        """Give up what separate pools have waited for too long, while both engines go on."""
+        for run, attempt_id in self._prefills.take_overdue(now_ns):
+            if run.prefill is not None and run.prefill.attempt_id == attempt_id:
+                self.lose_prefill(run, reason="its prompt was not computed in time")
+            else:
+                self._abort_attempt(run)
+                self._lose_transfer(run, reason="no token came in time")
+
+    # ---- lost engines
+
+    def lose_on_engine(
+        self, run: RequestRun, engine_id: EngineId, *, reason: str, layer: LossLayer
+    ) -> None:
+        """Take away what the run has on an engine that does not answer."""
+        if run.prefill is not None and run.prefill.engine_id == engine_id:
+            self.lose_prefill(run, reason=reason)
+        else:
+            self.lose_attempt(run, reason=reason, layer=layer)
 
     def lose_attempt(self, run: RequestRun, *, reason: str, layer: LossLayer) -> None:
         """Take a request away from an engine that does not answer: fence, abort, go on."""
@@ -201,6 +263,9 @@ class Lifecycle:
 
     def move_attempt(self, run: RequestRun) -> None:
         """Take a request away from an engine that works, to go on elsewhere in this tick."""
+        if run.phase is Phase.PREFILLING:
+            self.lose_prefill(run, reason="its engine is drained")
+            return
         if run.attempt is None:
             raise InvariantError(f"request {run.request.request_id} moves without an attempt")
         self._abort_attempt(run)
@@ -223,6 +288,7 @@ class Lifecycle:
             reason=reason,
             is_engine_lost=layer not in (LossLayer.BUSY, LossLayer.DRAIN),
             is_moved=layer is LossLayer.DRAIN,
+            is_transfer_failed=layer is LossLayer.TRANSFER,
         )
 
     def _record_loss(
@@ -243,19 +309,25 @@ class Lifecycle:
         run = self._state.runs.get(event.request_id)
         if run is None or run.phase is not Phase.WAITING or run.attempt is None:
             return
-        lost_rank = run.attempt.rank
+        lost_ranks = set() if event.is_transfer_failed else {run.attempt.rank}
+        if event.is_engine_lost and not event.is_transfer_failed:
+            lost_ranks |= self._group_ranks(run, event.engine_id)
         run.num_moves += event.is_moved
         if run.num_attempts - run.num_moves >= self._state.settings.max_attempts:
             self.end_with_error(run, refusals.gave_up(run, event))
             return
-        run.excluded_ranks = tuple(sorted({*run.excluded_ranks, lost_rank}))
-        cause = "engine_lost" if event.is_engine_lost else "engine_busy"
-        self._go_on(
-            run,
-            engine_id=event.engine_id,
-            reason=event.reason,
-            cause="drained" if event.is_moved else cause,
+        run.excluded_ranks = tuple(sorted(lost_ranks.union(run.excluded_ranks)))
+        self._go_on(run, engine_id=event.engine_id, reason=event.reason, cause=_cause_of(event))
+
+    def _group_ranks(self, run: RequestRun, engine_id: EngineId) -> set[int]:
+        """Ranks that fail together with an engine: trying each in turn would use up attempts."""
+        members = self._state.membership.group_of(engine_id)
+        if any(member.spec.is_elastic for member in members):
+            return set()
+        ranks = (
+            run.router.index_of(rank_id) for member in members for rank_id in member.rank_ids()
         )
+        return {rank for rank in ranks if rank is not None}
 
     def _go_on(self, run: RequestRun, *, engine_id: EngineId, reason: str, cause: str) -> None:
         """Go on with a request whose attempt was lost, as `plan_recovery` says."""
@@ -331,12 +403,15 @@ class Lifecycle:
 
     def on_run_finished(self, run: RequestRun, finish: AttemptFinish) -> None:
         """The engine ended the request well: tell the client at once."""
+        if self._state.watch is not None and run.attempt is not None:
+            self._state.watch.note_cached(run.attempt.attempt_id, finish.num_cached_tokens)
         if finish.reason is FinishReason.ABORT:
             self.end_with_error(run, refusals.engine_aborted())
             return
         if run.expected_token_ids:
             self.on_replay_differs(run)
             return
+        self._prefills.note_decoded(run, finish)
         self._finish(run, reason=finish.reason, num_cached_tokens=finish.num_cached_tokens)
 
     def on_replay_differs(self, run: RequestRun) -> None:
@@ -406,12 +481,17 @@ class Lifecycle:
     # ---- attempts
 
     def _stop_watching(self, run: RequestRun) -> None:
+        """The run's attempt counts no more, nor does its prefill half."""
+        self._prefills.drop(run)
+        run.forget_transfer()
         if run.attempt is not None:
             attempt_id = run.attempt.attempt_id
             self._state.runs.end_attempt(attempt_id)
             self._end_ration(run, attempt_id)
             if self._state.watch is not None:
                 self._state.watch.end(attempt_id)
+            if not run.is_handed_out:
+                self.on_attempt_released(attempt_id)  # only its rank was booked
 
     def _abort_attempt(self, run: RequestRun) -> None:
         attempt = run.attempt
@@ -419,12 +499,22 @@ class Lifecycle:
             self._state.drivers[attempt.engine_id].abort(attempt.attempt_id)
 
     def on_attempt_released(self, attempt_id: AttemptId) -> None:
-        """The engine holds nothing of this attempt any more."""
+        """The engine holds nothing of this attempt, or prefill half, any more."""
+        self._prefills.release(attempt_id)
         router = self._state.router_of_attempt.pop(attempt_id, None)
         if router is not None:
             router.release(attempt_id)
             if router.num_held:
                 self._state.host.request_tick()
+
+
+def _cause_of(event: AttemptLost) -> str:
+    """Why a request goes on elsewhere; label of a metric."""
+    if event.is_moved:
+        return "drained"
+    if event.is_transfer_failed:
+        return "transfer_failed"
+    return "engine_lost" if event.is_engine_lost else "engine_busy"
 
 
 def _finish_of(run: RequestRun, *, reason: FinishReason, num_cached_tokens: int) -> RequestFinish:

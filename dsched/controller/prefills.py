@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import structlog
+from sortedcontainers import SortedList
 
 from dsched.controller.attempts import Dispatch, attempt_of, is_busy
 from dsched.controller.pools import Pool
@@ -41,6 +42,9 @@ log = structlog.get_logger(__name__)
 
 MIN_MISSED_TOKENS = 256
 """Prompts shorter than this may fit a block or two, of which none need be found again."""
+PATIENCE_FACTOR = 20
+"""How much later than estimated a prompt may be done. Lower: prompts move for a wrong estimate.
+Higher: a half that its engine forgot waits longer."""
 MAX_ROOM = 1 << 62
 """Of the numbers that both halves of a pair are told; engines keep them as signed integers."""
 
@@ -60,6 +64,10 @@ class Prefills:
         """Halves that a worker may still hold something for."""
         self._unplaced: list[RequestRun] = []
         """Runs with a decode rank whose prompt nobody computes; the next tick decides."""
+        self._due: SortedList[tuple[int, AttemptId]] = SortedList()
+        """When halves have to show something. Most are over by then."""
+        self._run_of: dict[AttemptId, RequestRun] = {}
+        """Whose halves these are."""
 
     # ---- decisions of a tick
 
@@ -146,6 +154,8 @@ class Prefills:
             reason=decision.reason.value,
             now_ns=now_ns,
         )
+        patience_ns = state.settings.max_transfer_age_ns + PATIENCE_FACTOR * decision.finish_ns
+        self._expect(run, half.attempt_id, now_ns + patience_ns)
         if state.watch is not None:
             state.watch.begin(
                 half.attempt_id,
@@ -188,6 +198,37 @@ class Prefills:
         # Decode engines find the prefill DP rank by the room's remainder.
         room = number - number % description.num_dp_ranks + rank_id.dp_rank
         return KvMeeting(host=host, port=port, room=room)
+
+    # ---- halves that show nothing while their engines go on
+
+    def expect_token(self, run: RequestRun, now_ns: int) -> None:
+        """The decode half begins: without a token in time, its KV is not coming."""
+        due_ns = now_ns + self._state.settings.max_transfer_age_ns
+        self._expect(run, attempt_of(run).attempt_id, due_ns)
+
+    def _expect(self, run: RequestRun, attempt_id: AttemptId, due_ns: int) -> None:
+        self._due.add((due_ns, attempt_id))
+        self._run_of[attempt_id] = run
+
+    def next_due_ns(self) -> int | None:
+        """When `take_overdue` has something to look at."""
+        return self._due[0][0] if self._due else None
+
+    def take_overdue(self, now_ns: int) -> list[tuple[RequestRun, AttemptId]]:
+        """Halves that have shown nothing for too long."""
+        overdue = []
+        while self._due and self._due[0][0] <= now_ns:
+            _, attempt_id = self._due.pop(0)
+            run = self._run_of.pop(attempt_id)
+            if self._is_silent(run, attempt_id):
+                overdue.append((run, attempt_id))
+        return overdue
+
+    def _is_silent(self, run: RequestRun, attempt_id: AttemptId) -> bool:
+        if run.prefill is not None and run.prefill.attempt_id == attempt_id:
+            return True
+        is_current = run.attempt is not None and run.attempt.attempt_id == attempt_id
+        return is_current and run.phase is Phase.RUNNING and not run.num_attempt_tokens
 
     # ---- what becomes of a half
 

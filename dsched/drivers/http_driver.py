@@ -38,6 +38,8 @@ from dsched.states import Evidence
 
 MAX_REFUSAL_BYTES: Final = 65_536
 """Of an error answer that are read; the rest says nothing new."""
+MAX_WHOLE_BYTES: Final = 16 * 1024 * 1024
+"""Of an answer in one body: one token, and how its KV is fetched."""
 JSON_HEADERS: Final = ((b"content-type", b"application/json"),)
 
 log = structlog.get_logger(__name__)
@@ -295,11 +297,11 @@ class _Attempt:
     """One attempt and its HTTP exchange: from bytes to tokens and one end."""
 
     __slots__ = (
+        "_body",
         "_driver",
         "_is_aborted",
         "_is_ended",
         "_reader",
-        "_refusal",
         "_sink",
         "_splitter",
         "_status",
@@ -317,7 +319,8 @@ class _Attempt:
         self._reader = reader
         self._splitter = SseSplitter()
         self._status = 0
-        self._refusal = bytearray()
+        self._body = bytearray()
+        """Of an answer that is not a stream."""
         self._is_aborted = False
         self._is_ended = False
 
@@ -356,12 +359,18 @@ class _Attempt:
         if self._is_ended:
             return
         if self._status != 200:
-            self._refusal += data[: MAX_REFUSAL_BYTES - len(self._refusal)]
-            return
+            self._body += data[: MAX_REFUSAL_BYTES - len(self._body)]
+        elif self._reader.is_whole:
+            self._body += data[: MAX_WHOLE_BYTES - len(self._body)]
+        else:
+            self._read(self._splitter.feed(data))
+
+    def _read(self, events: list[bytes]) -> None:
+        """Hand on what these events say."""
         reader = self._reader
         error: DriverError | None = None
         try:
-            reader.feed(self._splitter.feed(data))
+            reader.feed(events)
         except DriverError as raised:
             error = raised
         # Tokens that were read before the fault are the client's.
@@ -382,9 +391,11 @@ class _Attempt:
 
     def on_end(self) -> None:
         if self._status != 200:
-            self.fail(self._driver._dialect.translate_refusal(self._status, bytes(self._refusal)))
-        else:
-            self._end()
+            self.fail(self._driver._dialect.translate_refusal(self._status, bytes(self._body)))
+            return
+        if self._reader.is_whole and not self._is_ended:
+            self._read([bytes(self._body)])
+        self._end()
 
     def on_error(self, error: DriverError) -> None:
         self._driver._suspect()
@@ -403,6 +414,7 @@ class _Attempt:
             reason=end.reason,
             stop_token_id=end.stop_token_id,
             num_cached_tokens=self._reader.num_cached_tokens,
+            kv_transfer=self._reader.kv_transfer,
         )
         self.end(finish)
 

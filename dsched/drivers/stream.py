@@ -7,7 +7,7 @@ same for all is here. No clock, no socket.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, ClassVar, Final
 
 from dsched.drivers.base import FinishReason
 from dsched.drivers.wire import TokenLogprob
@@ -31,11 +31,15 @@ class AnswerReader(ABC):
     with `clear`, so that tokens that arrived together are handed on together.
     """
 
+    is_whole: ClassVar[bool] = False
+    """The answer is one JSON body instead of a stream; it is read as one event when it is there."""
+
     __slots__ = (
         "_has_logprobs",
         "end",
         "is_cut",
         "is_done",
+        "kv_transfer",
         "logprobs",
         "num_cached_tokens",
         "token_ids",
@@ -47,6 +51,8 @@ class AnswerReader(ABC):
         self.end: StreamEnd | None = None
         """Set once the engine has said why the answer ended."""
         self.num_cached_tokens = 0
+        self.kv_transfer: dict[str, Any] | None = None
+        """See `AttemptFinish.kv_transfer`."""
         self.is_done = False
         """The answer is complete: nothing that follows counts."""
         self.is_cut = False

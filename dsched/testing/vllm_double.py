@@ -13,7 +13,13 @@ from typing import Any, ClassVar, Final
 
 from aiohttp import web
 
-from dsched.testing.engine_double import DoubleRun, EngineDouble, open_stream, write_event
+from dsched.testing.engine_double import (
+    DoubleRank,
+    DoubleRun,
+    EngineDouble,
+    open_stream,
+    write_event,
+)
 
 ENGINE_DEAD: Final = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
@@ -28,6 +34,11 @@ class VllmDouble(EngineDouble):
     can_heal = True
     num_repairs = 0
     """Times that `/fault_tolerance/apply` was called."""
+    kept_kv: dict[str, list[int]] | None = None
+    """Prompts whose KV waits for another engine, as behind a connector: share one between doubles.
+    `None` has no connector."""
+    num_prompt_tokens_loaded = 0
+    """KV of so many prompt tokens came from another engine."""
     _is_core_dead = False
     _is_healed: asyncio.Event | None = None
 
@@ -115,13 +126,62 @@ class VllmDouble(EngineDouble):
         if self._is_healed is not None:
             await self._is_healed.wait()  # the core takes requests in, and computes none
         rank = self.ranks[int(request.headers.get("x-data-parallel-rank", 0))]
+        try:
+            num_cached = self._load_kv(body)
+        except KeyError:
+            error = {"message": "KV load failure", "type": "InternalServerError", "code": 500}
+            return web.json_response({"error": error}, status=500)
+        run.num_computed = num_cached
         rank.add(run)
+        if not body["stream"]:
+            return await self._answer_whole(run, rank, body)
         try:
             response = await open_stream(request)
-            await self._stream(run, body, response)
+            await self._stream(run, body, response, num_cached=num_cached)
         finally:
             rank.forget(run)
         return response
+
+    def _load_kv(self, body: dict[str, Any]) -> int:
+        """Take over the KV that a prefill engine keeps; `KeyError` if it is gone."""
+        params = body.get("kv_transfer_params") or {}
+        if self.kept_kv is None or not params.get("do_remote_prefill"):
+            return 0
+        prompt = self.kept_kv.pop(params["remote_request_id"])
+        if prompt != body["prompt"]:
+            raise KeyError("the KV of another prompt")
+        self.num_prompt_tokens_loaded += len(prompt) - 1
+        return len(prompt) - 1  # the last token is computed for its result
+
+    async def _answer_whole(
+        self, run: DoubleRun, rank: DoubleRank, body: dict[str, Any]
+    ) -> web.Response:
+        """Answer without a stream; what waits for another engine is named."""
+        token_ids = []
+        finish_reason: str | None = None
+        try:
+            while finish_reason is None:
+                item = await run.output.get()
+                if item is None:
+                    return web.json_response(self._broken_off(), status=500)
+                token, finish_reason = item
+                token_ids.append(token)
+        finally:
+            rank.forget(run)
+        params = None
+        if self.kept_kv is not None and (body.get("kv_transfer_params") or {}).get(
+            "do_remote_decode"
+        ):
+            self.kept_kv[run.request_id] = run.prompt
+            params = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_request_id": run.request_id,
+            }
+        choice = {"index": 0, "text": "", "finish_reason": finish_reason, "token_ids": token_ids}
+        usage = {"prompt_tokens": len(run.prompt), "prompt_tokens_details": None}
+        answer = {"choices": [choice], "usage": usage, "kv_transfer_params": params}
+        return web.json_response(answer)
 
     def _refusal(self, body: dict[str, Any]) -> tuple[int, str] | None:
         if self._is_core_dead:
@@ -136,7 +196,12 @@ class VllmDouble(EngineDouble):
         return None
 
     async def _stream(
-        self, run: DoubleRun, body: dict[str, Any], response: web.StreamResponse
+        self,
+        run: DoubleRun,
+        body: dict[str, Any],
+        response: web.StreamResponse,
+        *,
+        num_cached: int,
     ) -> None:
         is_first = True
         while (item := await run.output.get()) is not None:
@@ -158,7 +223,7 @@ class VllmDouble(EngineDouble):
         else:
             await write_event(response, self._broken_off())
         if body.get("stream_options", {}).get("include_usage") and item is not None:
-            details = {"cached_tokens": 0}
+            details = {"cached_tokens": num_cached}
             usage = {"prompt_tokens": len(run.prompt), "prompt_tokens_details": details}
             await write_event(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")

@@ -9,7 +9,12 @@ from typing import Final
 from dsched.drivers.base import EngineDescription
 from dsched.drivers.http_driver import JSON_HEADERS, EngineRequest, HttpDriver
 from dsched.drivers.reports import ReportReader
-from dsched.drivers.vllm.protocol import StreamReader, encode_request, translate_refusal
+from dsched.drivers.vllm.protocol import (
+    PrefillReader,
+    StreamReader,
+    encode_request,
+    translate_refusal,
+)
 from dsched.drivers.vllm.watch import VllmInspector
 from dsched.drivers.watch import EngineHints
 from dsched.drivers.wire import GenerateCommand
@@ -42,7 +47,8 @@ class VllmDialect:
 
     def reader(self, command: GenerateCommand) -> StreamReader:
         """See `Dialect.reader`."""
-        return StreamReader(has_logprobs=command.sampling.logprobs is not None)
+        make_reader = PrefillReader if command.is_prefill else StreamReader
+        return make_reader(has_logprobs=command.sampling.logprobs is not None)
 
     def translate_refusal(self, status: int, body: bytes) -> DriverError:
         """See `Dialect.translate_refusal`."""

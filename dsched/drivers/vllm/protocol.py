@@ -44,7 +44,7 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: int
     stream: bool
     return_token_ids: bool
-    stream_options: StreamOptions
+    stream_options: StreamOptions | None = None
     model: str | None = None
     min_tokens: int = 0
     temperature: float | None = None
@@ -61,7 +61,19 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
+
+PREFILL_PARAMS: Final[dict[str, Any]] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""Asks a connector to keep the KV of the prompt and to say how it is fetched. Connectors that share
+a store ignore it, and say nothing."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -76,9 +88,10 @@ def encode_request(command: GenerateCommand, *, model: str | None) -> bytes:
         model=model,
         prompt=command.prompt_token_ids,
         request_id=command.attempt_id,
-        stream=True,
+        # Only an answer in one body says how the KV is fetched.
+        stream=not command.is_prefill,
         return_token_ids=True,
-        stream_options=StreamOptions(),
+        stream_options=None if command.is_prefill else StreamOptions(),
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         temperature=sampling.temperature,
@@ -95,6 +108,7 @@ def encode_request(command: GenerateCommand, *, model: str | None) -> bytes:
         logprobs=sampling.logprobs,
         return_tokens_as_token_ids=sampling.logprobs is not None,
         response_format=sampling.structured_output,
+        kv_transfer_params=PREFILL_PARAMS if command.is_prefill else command.kv_transfer,
     )
     return _encoder.encode(body)
 
@@ -130,6 +144,7 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: _ErrorInfo | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -158,6 +173,8 @@ class StreamReader(AnswerReader):
             self._read_choice(event.choices[0])
         if event.usage is not None and event.usage.prompt_tokens_details is not None:
             self.num_cached_tokens = event.usage.prompt_tokens_details.cached_tokens or 0
+        if event.kv_transfer_params is not None:
+            self.kv_transfer = event.kv_transfer_params
 
     def _read_choice(self, choice: _Choice) -> None:
         if choice.token_ids is None:
@@ -184,6 +201,13 @@ class StreamReader(AnswerReader):
             raise EngineUnreachableError("the engine aborted the answer by itself")
         else:
             raise DriverError(f"the engine ended the answer with {finish_reason!r}")
+
+
+class PrefillReader(StreamReader):
+    """Reads the answer to a prefill half: one body, which alone says how the KV is fetched."""
+
+    __slots__ = ()
+    is_whole = True
 
 
 def translate_logprobs(choice: _Choice) -> list[TokenLogprob]:
