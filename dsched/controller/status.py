@@ -1,5 +1,6 @@
 """What dsched knows of engines and ranks, for people, metrics and the registry."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsched.controller.spare import UNKNOWN_CAPACITY
@@ -41,11 +42,13 @@ class EngineStatus:
 
 def engine_statuses(state: ControllerState) -> tuple[EngineStatus, ...]:
     """Every engine and rank, by id, as dsched sees them now."""
-    now_ns = state.clock.now_ns()
-    return tuple(
-        _engine_status(state, record, now_ns)
-        for _, record in sorted(state.membership.engines.items())
-    )
+    return tuple(each_engine_status(state))
+
+
+def each_engine_status(state: ControllerState) -> Iterator[EngineStatus]:
+    """The same one by one, each of the moment it is asked for: thousands of ranks take a while."""
+    for _, record in sorted(state.membership.engines.items()):
+        yield _engine_status(state, record, state.clock.now_ns())
 
 
 def _engine_status(state: ControllerState, record: EngineMember, now_ns: int) -> EngineStatus:
