@@ -115,10 +115,11 @@ def _pool_items(pool: LivePool, glyphs: Glyphs) -> list[Line]:
     engines = f"{pool.num_engines_up}/{pool.num_engines} engines"
     ranks = f"{pool.num_ranks_up}/{pool.num_ranks} ranks"
     all_up = pool.num_ranks_up == pool.num_ranks and pool.num_engines_up == pool.num_engines
+    role = "" if pool.role == "combined" else f" {pool.role}"
     limit = pool.max_running_requests
     running = short(pool.num_running) + ("" if limit is None else f"/{short(limit)}")
     items: list[Line] = [
-        [Span("pool ", "dim"), Span(pool.name, "bold")],
+        [Span("pool ", "dim"), Span(pool.name, "bold"), Span(role, "info")],
         [Span(engines, "" if all_up else "bad")],
         [Span(ranks, "" if all_up else "bad")],
         [Span("running ", "dim"), Span(running)],

@@ -38,6 +38,8 @@ class LivePool(Live, frozen=True, kw_only=True):
 
     name: str
     model: str
+    role: str
+    """`combined`, `prefill` or `decode`."""
     num_engines: int
     num_engines_up: int
     num_ranks: int

@@ -21,6 +21,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from dsched.frontdoor.live import LiveHistory
 
@@ -46,7 +47,7 @@ class LiveSource(Protocol):
 
 def live_routes(source: LiveSource) -> list[Route]:
     """Return the routes over a source that may have nothing yet."""
-    readers = _Readers(source)
+    readers = _Readers()
     page = read_page()
     page_headers = {**NO_STORE, **security_headers(page)}
 
@@ -68,7 +69,7 @@ def live_routes(source: LiveSource) -> list[Route]:
     async def get_stream(_: Request) -> Response:
         if readers.num_open >= MAX_READERS:
             return JSONResponse({"error": f"{MAX_READERS} readers watch already"}, 503)
-        return StreamingResponse(readers.stream(), media_type="text/event-stream", headers=NO_STORE)
+        return _LiveStream(source, readers)
 
     return [
         Route("/", get_page),
@@ -79,23 +80,33 @@ def live_routes(source: LiveSource) -> list[Route]:
 
 
 class _Readers:
-    """Counts the open streams and writes them."""
+    """Counts the open streams."""
 
-    def __init__(self, source: LiveSource) -> None:
-        self._source = source
+    def __init__(self) -> None:
         self.num_open = 0
 
-    async def stream(self) -> AsyncIterator[bytes]:
-        """Events until the source closes or the reader goes."""
-        self.num_open += 1
+
+class _LiveStream(StreamingResponse):
+    """Events until the source closes or the reader goes."""
+
+    def __init__(self, source: LiveSource, readers: _Readers) -> None:
+        super().__init__(_events(source), media_type="text/event-stream", headers=NO_STORE)
+        self._readers = readers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._readers.num_open += 1
         try:
-            data = self._source.encoded()
-            if data is not None:
-                yield b"data: " + data + b"\n\n"
-            while (data := await self._source.next_encoded()) is not None:
-                yield b"data: " + data + b"\n\n"
+            await super().__call__(scope, receive, send)
         finally:
-            self.num_open -= 1
+            self._readers.num_open -= 1
+
+
+async def _events(source: LiveSource) -> AsyncIterator[bytes]:
+    data = source.encoded()
+    if data is not None:
+        yield b"data: " + data + b"\n\n"
+    while (data := await source.next_encoded()) is not None:
+        yield b"data: " + data + b"\n\n"
 
 
 def read_page() -> bytes:

@@ -197,7 +197,7 @@ class LiveSampler:
         columns = RankColumns()
         cost_ns = 0
         size = 0
-        for status in controller.engine_statuses():
+        for status in controller.each_engine_status():
             columns.add(status)
             size += len(status.ranks)
             if size >= RANKS_A_SLICE:
@@ -239,6 +239,7 @@ class LiveSampler:
                 columns.pool(
                     name,
                     model=spec.model,
+                    role=spec.role.value,
                     prices=environment.prices(),
                     max_running_requests=limit if limit < UNKNOWN_CAPACITY else None,
                     absorbs_loss=plan.absorbs_loss,
@@ -368,6 +369,7 @@ class RankColumns:
         name: str,
         *,
         model: str,
+        role: str,
         prices: tuple[float, float],
         max_running_requests: int | None,
         absorbs_loss: bool,
@@ -385,6 +387,7 @@ class RankColumns:
         return LivePool(
             name=name,
             model=model,
+            role=role,
             num_engines=len(engines),
             num_engines_up=sum(engine.state is RankState.UP for engine in engines),
             num_ranks=len(ranks),

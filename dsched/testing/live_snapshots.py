@@ -64,6 +64,7 @@ def make_snapshot(shape: Shape | None = None, *, seq: int = 1) -> LiveSnapshot:
             LivePool(
                 name="main",
                 model="some-model",
+                role="combined",
                 num_engines=shape.num_engines,
                 num_engines_up=num_up,
                 num_ranks=num_ranks,
