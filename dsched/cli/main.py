@@ -4,6 +4,7 @@ Exit status: 0 well, 2 for what the operator can mend, 130 after Ctrl-C. An `Inv
 own mistake and keeps its traceback.
 """
 
+import contextlib
 import os
 import sys
 
@@ -39,6 +40,21 @@ TRACE_COMMANDS = tuple(
         ("stop", "Close the file."),
         ("status", "Say what is kept and what is being recorded."),
     )
+)
+
+POLICY_COMMANDS = (
+    CommandRow(
+        name="new",
+        target="dsched.cli.policy_new:new",
+        help="Write a complete policy package with its test.",
+        panel="Commands",
+    ),
+    CommandRow(
+        name="test",
+        target="dsched.cli.policy_try:try_policy",
+        help="Replay a workload with a policy and with dsched's own rules.",
+        panel="Commands",
+    ),
 )
 
 COMMANDS: tuple[CommandRow | GroupRow, ...] = (
@@ -108,10 +124,10 @@ COMMANDS: tuple[CommandRow | GroupRow, ...] = (
         help="Fit a cost model to measured steps.",
         panel=PANEL_TRY,
     ),
-    CommandRow(
+    GroupRow(
         name="policy",
-        target="dsched.cli.policy:app",
-        help="Test a policy of your own.",
+        rows=POLICY_COMMANDS,
+        help="Start a policy of your own, and try it offline.",
         panel=PANEL_TRY,
     ),
     CommandRow(
@@ -151,8 +167,18 @@ def make_command() -> LazyGroup:
     )
 
 
+def find_policies_here() -> None:
+    """Let policies be imported from the folder that the command is called in, as Python itself does
+    for a script; installed modules come first."""
+    with contextlib.suppress(OSError):  # the folder may be gone
+        folder = os.getcwd()
+        if not {folder, ""} & set(sys.path):
+            sys.path.append(folder)
+
+
 def main() -> None:
     """Run the command line; the console script `dsched`."""
+    find_policies_here()
     try:
         make_command().main(prog_name="dsched")
     except InvariantError:

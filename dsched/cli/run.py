@@ -45,8 +45,10 @@ def run(
 
 async def _serve(loaded: LoadedConfig, *, is_quiet: bool) -> None:
     service = Service(loaded)
-    stopping = asyncio.Event()
+    stopping, reloading = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
+    # From the start on: without a handler the signal ends the process.
+    loop.add_signal_handler(signal.SIGHUP, reloading.set)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     await service.start()
@@ -54,11 +56,20 @@ async def _serve(loaded: LoadedConfig, *, is_quiet: bool) -> None:
     if not is_quiet:
         sys.stdout.write(welcome(service))
         sys.stdout.flush()
+    reloader = asyncio.create_task(_reload_when_asked(service, reloading))
     await stopping.wait()
+    reloader.cancel()
     # A second Ctrl-C ends at once.
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.remove_signal_handler(number)
     await service.stop()
+
+
+async def _reload_when_asked(service: Service, reloading: asyncio.Event) -> None:
+    while True:
+        await reloading.wait()
+        reloading.clear()
+        await service.reload_policies()
 
 
 def settle_garbage_collector() -> None:

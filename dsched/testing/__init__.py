@@ -3,6 +3,6 @@
 A double passes the same conformance tests as what it stands for.
 """
 
-from dsched.testing.policies import policy_check
+from dsched.testing.policies import example_candidates, example_request, policy_check
 
-__all__ = ["policy_check"]
+__all__ = ["example_candidates", "example_request", "policy_check"]

@@ -172,6 +172,40 @@ def _question(
     return Question(method=method, arguments=arguments, check=check)
 
 
+def example_request(**fields: Any) -> RequestView:  # noqa: ANN401 - those of RequestView
+    """A request for an author's own tests; what is not given is small and has no names.
+
+    >>> example_request(session="s1").session
+    's1'
+    """
+    defaults = {"model": "model", "num_prompt_tokens": 100, "max_output_tokens": 100}
+    return RequestView(**(defaults | fields))
+
+
+def example_candidates(
+    num_running: Sequence[int], *, num_kv_tokens: Sequence[int] = (), engines: Sequence[str] = ()
+) -> tuple[RankCandidate, ...]:
+    """Candidates for an author's own tests, one for each number of running requests.
+
+    Without `num_kv_tokens` each request has 1,000; without `engines` all are of one engine.
+
+    >>> [each.num_kv_tokens for each in example_candidates([2, 0])]
+    [2000, 0]
+    """
+    tokens = num_kv_tokens or [1_000 * count for count in num_running]
+    return tuple(
+        RankCandidate(
+            engine_id=EngineId(engines[at] if engines else "engine-0"),
+            dp_rank=DpRank(at),
+            num_running=count,
+            num_kv_tokens=tokens[at],
+            kv_capacity_tokens=1_000_000,
+            cost_ns=200_000.0 * (count + 1) + 26.0 * tokens[at],
+        )
+        for at, count in enumerate(num_running)
+    )
+
+
 def make_request(rng: np.random.Generator, number: int) -> RequestView:
     """A request: short and long, with and without names, held and handed off."""
     return RequestView(
