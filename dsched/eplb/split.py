@@ -306,7 +306,11 @@ def pour(
 
 @njit(cache=True, nogil=True)
 def push_paths(state: SplitState, mean: float) -> None:
-    """Push flow from the heaviest rank to the lightest it can reach, until none is lighter."""
+    """Push flow from the heaviest rank to lighter ones it can reach, until there is none.
+
+    One search serves many pushes: each rank below the mean of those reached is filled up to that
+    mean while its path carries. Where none is, the lightest gets half of the difference.
+    """
     tolerance = TOLERANCE * mean
     rank_load = state.rank_load
     for _ in range(MAX_PATHS):
@@ -316,19 +320,28 @@ def push_paths(state: SplitState, mean: float) -> None:
                 heaviest = rank
         if rank_load[heaviest] <= mean + tolerance:
             return
-        lightest, bound = search_paths(state, heaviest, tolerance)
+        lightest, bound, num_reached = search_paths(state, heaviest, tolerance)
         is_proven = rank_load[heaviest] <= bound + CERTIFIED * mean
         if is_proven or rank_load[lightest] >= rank_load[heaviest] - 2 * tolerance:
             return
-        push_along(state, heaviest, lightest)
+        is_pushed = False
+        for index in range(1, num_reached):
+            there = state.order[index]
+            wanted = min(rank_load[heaviest] - bound, bound - rank_load[there])
+            if wanted > tolerance:
+                is_pushed |= push_along(state, heaviest, there, wanted) > tolerance
+        if not is_pushed:
+            half = (rank_load[heaviest] - rank_load[lightest]) / 2
+            push_along(state, heaviest, lightest, half)
 
 
 @njit(cache=True, nogil=True)
-def search_paths(state: SplitState, source: int, tolerance: float) -> tuple[int, float]:
+def search_paths(state: SplitState, source: int, tolerance: float) -> tuple[int, float, int]:
     """Search breadth first from `source` along copies with tokens to give.
 
-    Returns the lightest rank reached, and the mean load of those reached: they share their experts
-    with no other rank, so no split makes the heaviest of them lighter than that.
+    Returns the lightest rank reached, the mean load of those reached (they share their experts
+    with no other rank, so no split makes the heaviest of them lighter than that), and how many
+    there are: the first of `state.order`.
     """
     rank_load, part, rank = state.rank_load, state.part, state.rank
     queue, came_by, came_from = state.order, state.came_by, state.came_from
@@ -361,14 +374,14 @@ def search_paths(state: SplitState, source: int, tolerance: float) -> tuple[int,
     total = 0.0
     for index in range(num_queued):
         total += rank_load[queue[index]]
-    return int(lightest), total / num_queued
+    return int(lightest), total / num_queued, num_queued
 
 
 @njit(cache=True, nogil=True)
-def push_along(state: SplitState, source: int, target: int) -> None:
-    """Move tokens along the path found, half of the difference or what the path can carry."""
-    rank_load, part, rank = state.rank_load, state.part, state.rank
-    amount = (rank_load[source] - rank_load[target]) / 2
+def push_along(state: SplitState, source: int, target: int, wanted: float) -> float:
+    """Move `wanted` tokens along the path found, or what it can carry; returns how many."""
+    part, rank = state.part, state.rank
+    amount = wanted
     here = target
     while here != source:
         amount = min(amount, part[state.came_from[here]])
@@ -378,8 +391,9 @@ def push_along(state: SplitState, source: int, target: int) -> None:
         part[state.came_from[here]] -= amount
         part[state.came_by[here]] += amount
         here = rank[state.came_from[here]]
-    rank_load[source] -= amount
-    rank_load[target] += amount
+    state.rank_load[source] -= amount
+    state.rank_load[target] += amount
+    return amount
 
 
 @njit(cache=True, nogil=True)
