@@ -12,7 +12,8 @@ O(D) Python for each request; only paid where a policy is configured.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from dsched.controller.request import InferenceRequest
 from dsched.plugins import PolicySet, RankCandidate, RequestView

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from dsched.drivers.base import EngineCapabilities, FinishReason
 from dsched.drivers.wire import SamplingParams, TokenLogprob
 from dsched.ids import DpRank, RequestId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferenceRequest:
+class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One accepted request: tokens in."""
 
     request_id: RequestId
@@ -34,8 +35,7 @@ class InferenceRequest:
     """Output tokens that the client has already, by its `Last-Event-ID`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFinish:
+class RequestFinish(msgspec.Struct, frozen=True, kw_only=True):
     """The good end of a request. Counts are for `usage`."""
 
     reason: FinishReason

@@ -4,12 +4,15 @@ State: changed only by its own methods. A request is in exactly one place; `vali
 """
 
 from collections.abc import Iterable, Iterator
-
-from sortedcontainers import SortedList
+from heapq import heapify, heappop, heappush
 
 from dsched.controller.run import Phase, RequestRun
 from dsched.errors import InvariantError
 from dsched.ids import AttemptId, EngineId, RequestId
+
+MAX_STALE_DEADLINES = 1_024
+"""Deadlines of runs that wait no more, kept behind one that does. Below: they are cleared away more
+often than it pays. Above: memory."""
 
 
 class RunTable:
@@ -20,8 +23,10 @@ class RunTable:
         self._num_of_tenant: dict[str, int] = {}
         self._waiting: dict[RequestId, RequestRun] = {}
         """Runs that no rank has; the routers hold them between ticks."""
-        self._deadlines: SortedList[tuple[int, RequestId]] = SortedList()
-        """When each of them has waited too long."""
+        self._deadlines: list[tuple[int, RequestId]] = []
+        """A heap: when each of them has waited too long, and some that wait no more. Almost all
+        are placed in the tick in which they begin to wait, so an entry is dropped when it comes to
+        the front, not when its run is placed."""
         self._running: dict[AttemptId, RequestRun] = {}
         """Runs that an engine computes now, by attempt."""
 
@@ -62,11 +67,20 @@ class RunTable:
 
     def next_deadline_ns(self) -> int | None:
         """When the first of those that wait has waited too long."""
-        return self._deadlines[0][0] if self._deadlines else None
+        deadlines = self._deadlines
+        while deadlines and not self._is_due(deadlines[0]):
+            heappop(deadlines)
+        return deadlines[0][0] if deadlines else None
+
+    def _is_due(self, entry: tuple[int, RequestId]) -> bool:
+        """Whether a deadline is still that of a run that waits."""
+        run = self._waiting.get(entry[1])
+        return run is not None and run.deadline_ns == entry[0]
 
     def next_overdue(self, now_ns: int) -> RequestRun | None:
         """A run that has waited too long; end it, then ask again."""
-        if not self._deadlines or self._deadlines[0][0] > now_ns:
+        deadline_ns = self.next_deadline_ns()
+        if deadline_ns is None or deadline_ns > now_ns:
             return None
         return self._waiting[self._deadlines[0][1]]
 
@@ -84,15 +98,15 @@ class RunTable:
         run.attempt = None
         run.deadline_ns = deadline_ns
         self._waiting[request_id] = run
-        self._deadlines.add((deadline_ns, request_id))
+        heappush(self._deadlines, (deadline_ns, request_id))
+        if len(self._deadlines) > 2 * len(self._waiting) + MAX_STALE_DEADLINES:
+            self._deadlines = list(filter(self._is_due, self._deadlines))
+            heapify(self._deadlines)
 
     def stop_waiting(self, run: RequestRun) -> bool:
         """`False` if it did not wait."""
         request_id = run.request.request_id
-        if self._waiting.pop(request_id, None) is None:
-            return False
-        self._deadlines.remove((run.deadline_ns, request_id))
-        return True
+        return self._waiting.pop(request_id, None) is not None
 
     def begin_attempt(self, run: RequestRun, attempt_id: AttemptId) -> None:
         self._running[attempt_id] = run
@@ -127,7 +141,6 @@ class RunTable:
                 raise InvariantError(
                     f"request {request_id}: phase {run.phase.name} is not its place"
                 )
-        if len(self._deadlines) != len(self._waiting):
-            raise InvariantError(
-                f"{len(self._deadlines)} deadlines for {len(self._waiting)} waiting requests"
-            )
+        num_due = len(set(filter(self._is_due, self._deadlines)))
+        if num_due != len(self._waiting):
+            raise InvariantError(f"{num_due} deadlines for {len(self._waiting)} waiting requests")

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from dsched.drivers.wire import SamplingParams
 from dsched.errors import InvariantError
 from dsched.ids import AttemptId, RankId, RequestId
@@ -29,8 +31,7 @@ from dsched.ids import AttemptId, RankId, RequestId
 MAX_TOKEN_ID = (1 << 31) - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptRecord:
+class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One try of a request on one DP rank."""
 
     attempt_id: AttemptId

@@ -13,9 +13,9 @@ import asyncio
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import structlog
+from msgspec.structs import replace
 
 from dsched.clock import Clock, wall_time_s
 from dsched.config import FrontDoorConfig

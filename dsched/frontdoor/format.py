@@ -5,7 +5,6 @@ together once per request; a token costs the encoding of its text and one concat
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,8 +22,7 @@ MIN_LOGPROB = -9_999.0
 """What OpenAI sends for minus infinity, which JSON does not have."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of one request."""
 
     num_prompt_tokens: int

@@ -14,8 +14,9 @@ Rules where APIs differ or leave room:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from dsched.controller.request import InferenceRequest, ModelInfo
 from dsched.drivers.wire import SamplingParams
@@ -43,8 +44,7 @@ MAX_TOKEN_ID = (1 << 31) - 1
 """Largest id of any vocabulary: engines keep ids in 32-bit integers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Intake:
+class Intake(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One request whose fields have been checked; its prompt is not rendered yet."""
 
     api: Api

@@ -6,9 +6,10 @@ is told of each request once, at its end, and may be anything.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+import msgspec
 
 from dsched.ids import RequestId
 
@@ -112,8 +113,7 @@ class FrontDoorStats:
         return sum(each.num_open for each in self.per_model.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request, when it has ended."""
 
     request_id: RequestId

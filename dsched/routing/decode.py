@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -73,8 +74,7 @@ _NOTHING_EXCLUDED: NDArray[np.int64] = np.empty(0, np.int64)
 _NOTHING_EXCLUDED.flags.writeable = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingRequest:
+class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What routing needs to know of a request."""
 
     num_prompt_tokens: int
@@ -122,8 +122,7 @@ class RoutingReason(StrEnum):
     """No rank of any state has the pinned number: refuse it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingDecision:
+class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request goes, or why nowhere."""
 
     rank: int | None
