@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from dsched.controller.request import InferenceRequest, RequestStream
 from dsched.drivers.base import EngineDescription
 from dsched.ids import EngineId, RankId, RequestId
 from dsched.states import Evidence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestArrived:
+class RequestArrived(msgspec.Struct, frozen=True, kw_only=True):
     """A client's request was accepted by the front door."""
 
     request: InferenceRequest

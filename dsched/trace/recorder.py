@@ -216,6 +216,7 @@ class _NullRecorder:
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("on_") or name == "watch":
+            self.__dict__[name] = _ignore  # found at once the next time
             return _ignore
         raise AttributeError(name)
 
