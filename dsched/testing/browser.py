@@ -51,6 +51,7 @@ class Page:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._num_calls = 0
+        self._origin = ""
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.errors: list[str] = []
         """Uncaught exceptions and console errors of the page."""
@@ -88,6 +89,8 @@ class Page:
         await self.resize(width, height)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.call("Emulation.setEmulatedMedia", features=features)
+        self._origin = url
+        self.errors.clear()
         if script:
             await self.call("Page.addScriptToEvaluateOnNewDocument", source=script)
         await self.call("Page.navigate", url=url)
@@ -171,8 +174,11 @@ class Page:
         if data.get("method") == "Runtime.exceptionThrown":
             details = parameters["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description", details["text"]))
-        elif data.get("method") == "Log.entryAdded" and parameters["entry"]["level"] == "error":
-            self.errors.append(parameters["entry"]["text"])
+        elif data.get("method") == "Log.entryAdded":
+            entry = parameters["entry"]
+            # The page before may still complain of a server that is gone.
+            if entry["level"] == "error" and entry.get("url", "").startswith(self._origin):
+                self.errors.append(f"{entry['text']} {entry.get('url')}")
 
 
 def main_thread_tasks(trace: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:

@@ -25,7 +25,6 @@ async def show(browser: Page) -> AsyncIterator[Show]:
     async def open_page(shape: Shape | None = None, **view: object) -> ShownPage:
         source = MadeUpSource(shape)
         server = await serve_live(source)
-        browser.errors.clear()
         await browser.open(f"http://127.0.0.1:{server.bound_port}/", **view)  # type: ignore[arg-type]
         each = ShownPage(page=browser, source=source, server=server, port=server.bound_port)
         shown.append(each)

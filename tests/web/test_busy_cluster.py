@@ -26,11 +26,10 @@ async def test_page_under_128_busy_ranks(browser: Page, tmp_path: Path) -> None:
     )
     with run_simulated(tmp_path, *args) as run:
         async with keep_busy(run, num_clients=60, mean_tokens=100):
-            browser.errors.clear()
             await browser.start_trace()
             await browser.open(run.admin_url, width=1_380, height=1_000)
             await browser.wait_for("document.body?.dataset.ready", timeout_s=60)
-            first = await browser.evaluate("latest.time_s")
+            first = await browser.evaluate("({seq: latest.seq, now: latest.time_s})")
             await browser.evaluate(
                 "(() => { window.gaps = []; let last = latest.time_s; setInterval(() => {"
                 " if (latest.time_s !== last) { gaps.push(latest.time_s - last);"
@@ -38,11 +37,11 @@ async def test_page_under_128_busy_ranks(browser: Page, tmp_path: Path) -> None:
             )
             await asyncio.sleep(WATCHED_S)
             gaps = await browser.evaluate("gaps")
+            await browser.wait_for("document.getElementById('status').innerText === 'live'")
             seen = await browser.evaluate(
                 "({ranks: past.keys.length, columns: past.count, period: latest.period_s,"
                 " running: latest.pools[0].num_running, tokens: latest.pools[0].num_kv_tokens,"
-                " experts: latest.expert_load.length, now: latest.time_s,"
-                " status: document.getElementById('status').innerText})"
+                " experts: latest.expert_load.length, now: latest.time_s, seq: latest.seq})"
             )
             trace = await browser.stop_trace()
 
@@ -51,12 +50,13 @@ async def test_page_under_128_busy_ranks(browser: Page, tmp_path: Path) -> None:
     assert len(tasks) > 200, "the trace has no tasks of the page"
     assert worst[0][0] < BLOCKED_MS, f"(processor, clock) ms of the longest tasks: {worst}"
     assert seen["period"] == 1.0
-    assert sorted(gaps)[len(gaps) // 2] < 1.5, f"seconds between updates: {gaps}"
-    assert seen["now"] - first > WATCHED_S / 2
+    # Each sample is shown, and there is one a second, give or take what else the machine does.
+    assert len(gaps) >= 0.8 * (seen["seq"] - first["seq"]) - 1
+    assert sorted(gaps)[len(gaps) // 2] < 2.0, f"seconds between updates: {gaps}"
+    assert seen["now"] - first["now"] > WATCHED_S / 2
     assert seen["ranks"] == 128
     assert seen["columns"] >= len(gaps)
     assert seen["running"] > 10
     assert seen["tokens"] > 1_000
     assert seen["experts"] > 0
-    assert seen["status"] == "live"
     assert browser.errors == []
