@@ -39,11 +39,13 @@ import msgspec
 import zmq
 
 from dsched.clock import Clock, SystemClock
+from dsched.drivers.base import LeaderFence
 from dsched.drivers.wire import (
     AgentCommand,
     AgentGoodbye,
     AgentHello,
     AgentMessage,
+    PlaceExperts,
     RankReport,
     SayHello,
     SetStepBudget,
@@ -88,6 +90,10 @@ class StepRecord(NamedTuple):
 
 LOAD_REPORTS: Final = "load_reports"
 """The feature, as `AgentHello` names it, that makes an agent send reports."""
+WAITING_PREFILL_TOKENS: Final = "waiting_prefill_tokens"
+"""The prompt tokens that wait are known."""
+CHUNK_BUDGET: Final = "chunk_budget"
+"""Prompts are cut by time."""
 
 
 class AgentState(StrEnum):
@@ -158,7 +164,7 @@ class Agent:
         self.state = AgentState.NEW
         self._endpoint = endpoint
         self._on_command = on_command
-        self._leader_epoch = 0
+        self._fence = LeaderFence()
         self._heartbeat_ns = heartbeat_ns
         self._retry_ns = retry_ns
         self._clock = clock or SystemClock()
@@ -355,11 +361,9 @@ class Agent:
     def _is_of_old_leader(self, command: AgentCommand) -> bool:
         """Whether a later leader has commanded before. Commands without a leader's epoch, as
         aborts, are anybody's."""
-        epoch = command.leader_epoch if isinstance(command, SetStepBudget) else None
-        if epoch is None:
-            return False
-        self._leader_epoch = max(self._leader_epoch, epoch)
-        return epoch < self._leader_epoch
+        if isinstance(command, SetStepBudget | PlaceExperts):
+            return not self._fence.admits(command.leader_epoch)
+        return False
 
     def _report_steps(self, link: "zmq.Socket[bytes]") -> bool:
         """Publish the steps that were handed over; return whether there was one."""

@@ -31,12 +31,12 @@ import numpy as np
 from dsched.clock import Clock, SystemClock
 from dsched.config import ChunkSettings, chunk_settings_from_environment
 from dsched.costs.presets import load_cost_models
+from dsched.drivers.agent import CHUNK_BUDGET
 from dsched.drivers.vllm.mixin import SchedulerMixin, log
 from dsched.drivers.wire import AgentCommand, SetStepBudget
 from dsched.ids import RequestId
 from dsched.scheduler import ChunkRule, StepPlan, StepPlanner
 
-CHUNK_BUDGET: Final = "chunk_budget"
 HOOKS: Final = ("_reserve_prefill_lookahead", "_free_request", "running", "waiting", "requests")
 """Methods and attributes of vLLM's scheduler that chunk control needs."""
 MAX_WAITING: Final = 8_192

@@ -27,6 +27,7 @@ from dsched.clock import Clock, SystemClock
 from dsched.config import AgentSettings, agent_settings_from_environment
 from dsched.drivers.agent import (
     LOAD_REPORTS,
+    WAITING_PREFILL_TOKENS,
     Agent,
     StepRecord,
     default_engine_id,
@@ -36,7 +37,6 @@ from dsched.drivers.wire import AgentCommand, AgentHello
 
 TESTED_VERSIONS: Final = ("0.32.",)
 """Prefixes of the vLLM versions that the engine tests ran with."""
-WAITING_PREFILL_TOKENS: Final = "waiting_prefill_tokens"
 FEATURE_HOOKS: Final = {
     LOAD_REPORTS: ("schedule", "update_from_output", "running", "waiting"),
     WAITING_PREFILL_TOKENS: ("add_request", "_free_request"),
