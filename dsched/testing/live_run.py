@@ -202,7 +202,12 @@ def fresh_connections() -> aiohttp.TCPConnector:
 
 
 async def ask_engine(
-    session: aiohttp.ClientSession, url: str, prompt: str, *, max_tokens: int, **fields: object
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: str | list[int],
+    *,
+    max_tokens: int,
+    **fields: object,
 ) -> dict[str, Any]:
     """Ask a server directly: its greedy answer with the best two logprobs of each token."""
     body = {
