@@ -208,7 +208,9 @@ class SimConfig(Section, frozen=True, kw_only=True):
     moe_layers: Annotated[int, Meta(ge=0, le=128)] = 16
     """Layers whose invented expert load is shown in the live picture; 0 shows none."""
     num_experts: Annotated[int, Meta(ge=2, le=1_024)] = 64
-    """Experts of such a layer. Nothing is planned on them."""
+    """Experts of such a layer; with `placement.interval_s` they are placed by their load."""
+    redundant_experts: Annotated[int, Meta(ge=0, le=1_024)] = 0
+    """Slots beyond one for each expert; more where the DP ranks do not divide them."""
 
 
 PolicyArguments = dict[str, bool | int | float | str | list[Any] | dict[str, Any]]
@@ -293,6 +295,17 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     that dsched launches start with it; others need `DSCHED_STEP_BUDGET_MS` at their start and get
     this value when they greet. Default: the engine's own rule. Below: prompts wait many steps.
     Above: running answers stutter while a prompt is computed."""
+
+
+class PlacementConfig(Section, frozen=True, kw_only=True):
+    """Expert placements commanded by the elected dsched, for engines that take them: simulated
+    ones. vLLM and SGLang plan inside, with dsched's planner."""
+
+    interval_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
+    """Time between two rebalances by load; a lost rank is planned for at once. 0: off. Below:
+    experts move for differences that the next window undoes. Above: steps wait for hot experts."""
+    max_moves: Count | None = None
+    """Expert copies that may move in one layer at a time; default: as many as it takes."""
 
 
 class FaultsConfig(Section, frozen=True, kw_only=True):
@@ -437,6 +450,7 @@ class Config(Section, frozen=True, kw_only=True):
     routing: RoutingConfig = RoutingConfig()
     policies: PoliciesConfig = PoliciesConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    placement: PlacementConfig = PlacementConfig()
     faults: FaultsConfig = FaultsConfig()
     agent: AgentConfig = AgentConfig()
     journal: JournalConfig = JournalConfig()

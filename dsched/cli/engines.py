@@ -29,6 +29,7 @@ from dsched.ids import EngineId
 from dsched.sim.driver import SimDriver
 from dsched.sim.engine import SimEngine, SimEngineConfig
 from dsched.sim.expert_load import SimExpertLoad
+from dsched.sim.expert_slots import SimExpertSlots
 from dsched.sim.kv_store import SimKvStore
 from dsched.sim.loop import Timers
 from dsched.sim.tokenizer import CHAT_TEMPLATE, build_sim_model, build_sim_tokenizer
@@ -160,6 +161,7 @@ class FleetBuilder:
             self._timers,
             model_name=model,
             expert_load=self._sim_expert_load(),
+            expert_slots=self._sim_expert_slots(config.num_dp_ranks),
             kv_store=self._kv_store,
         )
 
@@ -172,6 +174,18 @@ class FleetBuilder:
             num_experts=sim.num_experts,
             top_k=min(SIM_TOP_K, sim.num_experts),
             seed=self._config.seed + len(self.fleet.drivers),
+        )
+
+    def _sim_expert_slots(self, num_ranks: int) -> SimExpertSlots | None:
+        sim = self._config.sim
+        if sim.moe_layers == 0:
+            return None
+        num_slots = -(-(sim.num_experts + sim.redundant_experts) // num_ranks) * num_ranks
+        return SimExpertSlots(
+            num_layers=sim.moe_layers,
+            num_experts=sim.num_experts,
+            num_slots=num_slots,
+            num_ranks=num_ranks,
         )
 
     # ---- engines that dsched starts itself

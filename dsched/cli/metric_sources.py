@@ -71,6 +71,12 @@ def reload_samples(num_reloads: Mapping[str, int]) -> Iterator[Sample]:
         yield Sample(name="dsched_policy_reloads_total", value=count, labels=(outcome,))
 
 
+def placement_samples(num_placements: Mapping[str, int]) -> Iterator[Sample]:
+    """Expert placements of the leader."""
+    for cause, count in num_placements.items():
+        yield Sample(name="dsched_placements_total", value=count, labels=(cause,))
+
+
 class FaultStats:
     """Hears what the controller does about lost engines; read at a scrape."""
 

@@ -25,12 +25,14 @@ from dsched.cli.metric_sources import (
     front_door_samples,
     journal_samples,
     live_samples,
+    placement_samples,
     reader_samples,
     registry_samples,
     reload_samples,
 )
 from dsched.cli.policy_setup import PolicyReloader, make_policies
 from dsched.cli.rank_watches import RankWatches
+from dsched.cli.rebalancing import Rebalancing
 from dsched.cli.trace_service import TraceService
 from dsched.clock import SystemClock, wall_time_s
 from dsched.config import Config
@@ -144,9 +146,15 @@ class Service:
         self._stack.push_async_callback(builder.fleet.stop)
         self.fleet: Fleet = await builder.build()
         await asyncio.to_thread(warm_router)
+        self.rebalancing = Rebalancing(
+            config.placement, self.fleet.drivers, leader_epoch=self.member.election.epoch_now
+        )
+        await self.rebalancing.warm()
         self._start_controller(loop)
         await self._start_front_door()
         self._start_rank_watches()
+        self.rebalancing.start()
+        self._stack.push_async_callback(self.rebalancing.stop)
         self.member.start(instance=self._instance_row(), engines=self._engine_rows)
         self._stack.push_async_callback(self.member.stop)
         log.info(
@@ -172,7 +180,7 @@ class Service:
                 host=host,
                 attempt_ids=AttemptIds(process_tag=self._process_tag),
                 settings=self._settings,
-                observer=Observers(self.faults, self.live),
+                observer=Observers(self.faults, self.live, *self.rebalancing.observers),
                 policies=self._policies,
                 recorder=self.trace.recorder,
             )
@@ -224,6 +232,7 @@ class Service:
         exporter.add_source(lambda: front_door_samples(self.front_door.stats))
         exporter.add_source(lambda: controller_samples(self.controller))
         exporter.add_source(lambda: fault_samples(self.controller, self.faults))
+        exporter.add_source(lambda: placement_samples(self.rebalancing.rebalancer.num_placements))
         exporter.add_source(lambda: reload_samples(self._reloader.num_reloads))
         exporter.add_source(lambda: journal_samples(self.journal.status()))
         exporter.add_source(lambda: reader_samples(self.reports))

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dsched.drivers.wire import GenerateCommand, RankReport, TokenLogprob
+from dsched.drivers.wire import GenerateCommand, PlaceExperts, RankReport, TokenLogprob
 from dsched.errors import DriverError
 from dsched.ids import AttemptId, DpRank, EngineId, RankId
 from dsched.states import Evidence
@@ -35,8 +36,7 @@ class FinishReason(StrEnum):
     """`abort` was called; no token follows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptFinish:
+class AttemptFinish(msgspec.Struct, frozen=True, kw_only=True):
     """The good end of an attempt."""
 
     reason: FinishReason
@@ -108,6 +108,51 @@ class ExpertLoadSource(Protocol):
     def expert_load(self) -> ExpertLoad | None:
         """The last load window; `None` before the first. Cheap: called once a second."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertSlots:
+    """Where the experts of an engine live."""
+
+    slot_expert: NDArray[np.int32]
+    """[L, P] logical expert of each slot; -1 for none."""
+    num_ranks: int
+    """EP ranks that divide the slots evenly, in order of DP rank."""
+    num_nodes: int = 1
+
+
+@runtime_checkable
+class PlacementTarget(Protocol):
+    """A driver whose engine takes expert placements from the control plane. Optional: engines with
+    dsched's planner inside plan for themselves."""
+
+    def expert_slots(self) -> ExpertSlots | None:
+        """The placement in use; `None` while it is not known."""
+        ...
+
+    def place_experts(self, command: PlaceExperts) -> None:
+        """Bring experts to other slots. A command that is not for this engine as it is, or comes
+        from a leader after its successor's, is refused and counted."""
+        ...
+
+
+class LeaderFence:
+    """Keeps out a leader that was frozen and wakes up when another one has commanded.
+
+    >>> fence = LeaderFence()
+    >>> [fence.admits(epoch) for epoch in (3, 7, 3, 7, None)]
+    [True, True, False, True, True]
+    """
+
+    def __init__(self) -> None:
+        self._epoch = 0
+
+    def admits(self, leader_epoch: int | None) -> bool:
+        """Whether no later leader has commanded; `None` is anybody's command."""
+        if leader_epoch is None:
+            return True
+        self._epoch = max(self._epoch, leader_epoch)
+        return leader_epoch == self._epoch
 
 
 class AttemptSink(Protocol):

@@ -160,6 +160,17 @@ class SetStepBudget(Wire, frozen=True, kw_only=True, tag="set_step_budget"):
     `None` when nobody was elected, as by a single dsched."""
 
 
+class PlaceExperts(Wire, frozen=True, kw_only=True, tag="place_experts"):
+    """Bring experts to these slots. Only the elected dsched commands it."""
+
+    epoch: Count
+    """Membership epoch that the placement was planned for."""
+    leader_epoch: Count
+    """An agent refuses one lower than it has seen."""
+    slot_expert: tuple[tuple[Annotated[int, Meta(ge=-1)], ...], ...]
+    """[L][P] logical expert of each slot; -1 in slots of ranks that are down."""
+
+
 class AbortAttempts(Wire, frozen=True, kw_only=True, tag="abort"):
     """Stop computing these attempts, by exact id."""
 
@@ -171,4 +182,4 @@ class SayHello(Wire, frozen=True, kw_only=True, tag="say_hello"):
     """Ask for an `AgentHello`."""
 
 
-AgentCommand = SetStepBudget | AbortAttempts | SayHello
+AgentCommand = SetStepBudget | PlaceExperts | AbortAttempts | SayHello

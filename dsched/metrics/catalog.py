@@ -193,6 +193,11 @@ _METRICS = (
     _gauge("dsched_registry_following", "1 while changes by other processes are heard."),
     _gauge("dsched_registry_instances", "dsched processes in the registry, this one included."),
     _gauge("dsched_registry_conflicts", "Engine ids that processes use for different engines."),
+    _counter(
+        "dsched_placements_total",
+        "Expert placements that this process commanded as the leader, by what made it necessary.",
+        "cause",
+    ),
     _gauge("dsched_leader", "1 while this process is the one that may rebalance."),
     _gauge("dsched_leader_epoch", "Epoch of the leader heard of last; rises with every new one."),
 )

@@ -9,7 +9,7 @@ no word) and `thaw`, `slow`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,15 @@ from dsched.drivers.base import (
     EngineDescription,
     EngineListener,
     ExpertLoad,
+    ExpertSlots,
     FinishReason,
 )
-from dsched.drivers.wire import GenerateCommand, RankReport
+from dsched.drivers.wire import GenerateCommand, PlaceExperts, RankReport
 from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableError
 from dsched.ids import AttemptId, DpRank, EngineId, RankId
 from dsched.sim.engine import SimAttempt, SimEngine
 from dsched.sim.expert_load import SimExpertLoad
+from dsched.sim.expert_slots import SimExpertSlots
 from dsched.sim.kv_store import SimKvStore
 from dsched.sim.loop import OutputBatch, Timer, Timers
 
@@ -78,6 +80,7 @@ class SimDriver:
         rng: np.random.Generator | None = None,
         idle_report_ns: int | None = IDLE_REPORT_NS,
         expert_load: SimExpertLoad | None = None,
+        expert_slots: SimExpertSlots | None = None,
         kv_store: SimKvStore | None = None,
     ) -> None:
         """`batch`: keep output back while nobody can see it (virtual time only); else every step
@@ -121,6 +124,7 @@ class SimDriver:
         self._num_tokens = 0
         """Computed since the start."""
         self._expert_load = expert_load
+        self._expert_slots = expert_slots
         self._kept_reports: list[list[RankReport]] = []
         """Of each step since output was last handed out."""
         self._reported = self._loads
@@ -258,6 +262,8 @@ class SimDriver:
             return
         self._is_dead = False
         self._is_frozen = False
+        if self._expert_slots is not None:
+            self._expert_slots.restart()
         self._soon(self._say_up)
 
     def freeze(self) -> None:
@@ -426,9 +432,23 @@ class SimDriver:
         """Implements `ExpertLoadSource`; `None` for an engine without layers of experts."""
         if self._expert_load is None or self._is_dead or self._is_frozen:
             return None
-        return self._expert_load.read(
+        load = self._expert_load.read(
             now_ns=self._timers.now_ns(), num_steps=self._num_steps, num_tokens=self._num_tokens
         )
+        if load is None or self._expert_slots is None:
+            return load
+        return replace(load, balance=self._expert_slots.balance(load.counts))
+
+    def expert_slots(self) -> ExpertSlots | None:
+        """Implements `PlacementTarget`."""
+        if self._expert_slots is None or self._is_dead or self._is_frozen:
+            return None
+        return self._expert_slots.now
+
+    def place_experts(self, command: PlaceExperts) -> None:
+        """Implements `PlacementTarget`."""
+        if self._expert_slots is not None and not (self._is_dead or self._is_frozen):
+            self._expert_slots.place(command)
 
     def _say_up(self) -> None:
         if self._is_closed or self._is_dead or self._listener is None:

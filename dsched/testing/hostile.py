@@ -12,13 +12,13 @@ def hostile_dsched(endpoint: str, **options: int) -> Iterator["zmq.Socket[bytes]
     """Bind the agents' endpoint; what is done with the socket is the test's. It ends at once, like
     a killed process."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    router.sndhwm = 10
-    for name, value in options.items():
-        setattr(router, name, value)
-    router.bind(endpoint)
     try:
+        router = context.socket(zmq.ROUTER)
+        router.linger = 0
+        router.sndhwm = 10
+        for name, value in options.items():
+            setattr(router, name, value)
+        router.bind(endpoint)
         yield router
     finally:
         context.destroy(linger=0)

@@ -26,6 +26,7 @@ from dsched.drivers.wire import (
     AgentGoodbye,
     AgentHello,
     AgentMessage,
+    PlaceExperts,
     RankReport,
     SayHello,
     SetStepBudget,
@@ -249,15 +250,20 @@ async def test_command_of_an_older_leader_is_refused(
         SetStepBudget(epoch=1, step_budget_ns=number, leader_epoch=leader_epoch)
         for number, leader_epoch in enumerate((7, 7, 9, 7, 8, None, 9, 10))
     ]
+    placements = [
+        PlaceExperts(epoch=1, leader_epoch=leader_epoch, slot_expert=((0, 1),))
+        for leader_epoch in (9, 10, 11)
+    ]
     abort = AbortAttempts(epoch=1, attempt_ids=("a",))
 
-    for command in (*budgets, abort):
+    for command in (*budgets, *placements, abort):
         reader.send(RankId(ENGINE, DpRank(0)), command)
     await until(lambda: abort in commands)
 
     passed = [each.step_budget_ns for each in commands if isinstance(each, SetStepBudget)]
     assert passed == [0, 1, 2, 5, 6, 7]
-    assert agent.num_refused_commands == 2
+    assert [each for each in commands if isinstance(each, PlaceExperts)] == placements[1:]
+    assert agent.num_refused_commands == 3
 
 
 @pytest.mark.parametrize(
