@@ -1,6 +1,6 @@
 """Real vLLM servers over the tiny model, for tests; see `engines`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -48,12 +48,13 @@ def running_engines(
     num_engines: int,
     state_dir: Path,
     name: str = "vllm",
-    args: Sequence[str] = ENGINE_ARGS,
+    args: Sequence[str] | Callable[[EngineId], Sequence[str]] = ENGINE_ARGS,
     variables: Mapping[str, str] | None = None,
 ) -> AbstractContextManager[TinyEngines]:
     """Start servers, wait until each has answered a request, and stop them at the end.
 
-    `variables` are put on top of the servers' environment.
+    `args` are the same for all, or made for each. `variables` are put on top of the servers'
+    environment.
     """
 
     async def launch(engine_id: EngineId, endpoint: str, model_path: Path) -> LocalEngine:
@@ -63,7 +64,7 @@ def running_engines(
             agent_endpoint=endpoint,
             state_dir=state_dir,
             served_model_name=MODEL_NAME,
-            extra_args=args,
+            extra_args=args(engine_id) if callable(args) else args,
             variables=variables,
         )
 
