@@ -18,24 +18,14 @@ from dsched.drivers.vllm.launcher import (
 )
 from dsched.errors import ConfigError, DriverError
 from dsched.ids import EngineId
+from dsched.testing.processes import make_model_folder, make_python, wait_for_text
 
 ENGINE = EngineId("e0")
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
-def make_python(tmp_path: Path, script: str) -> Path:
-    """A stand-in for the engine's interpreter: runs `script` whatever it is asked to run."""
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{script}\n")
-    python.chmod(0o755)
-    return python
+    return make_model_folder(tmp_path)
 
 
 @pytest.fixture
@@ -58,13 +48,6 @@ async def launch(model: Path, tmp_path: Path) -> AsyncIterator[Callable]:
     yield start
     for engine in engines:
         await engine.stop(grace_s=0)
-
-
-async def wait_for_text(path: Path, text: str) -> str:
-    async with asyncio.timeout(10):
-        while text not in (found := path.read_text()):
-            await asyncio.sleep(0.01)
-    return found
 
 
 async def test_command_names_model_port_and_scheduler(launch: Callable, model: Path) -> None:
