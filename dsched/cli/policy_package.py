@@ -130,15 +130,13 @@ _STARTS: Mapping[PolicyKind, _Start] = {
         uses_sequence=True,
         argument="long_answer_tokens: int = 1_024",
         body='''
-            def pick_handoff(
-                self, request: RequestView, candidates: Sequence[RankCandidate]
-            ) -> int | None:
+            def pick_handoff(self, request: RequestView, candidates: Sequence[RankCandidate]) -> int | None:
                 """Return a position in `candidates`, or `None` to be routed like a new request."""
                 if request.num_output_tokens < self.long_answer_tokens:
                     return None
                 tokens = [candidate.num_kv_tokens for candidate in candidates]
                 return tokens.index(min(tokens))
-        ''',
+        ''',  # noqa: E501 - as long as the package's own rules allow
         test_imports="example_candidates, example_request, policy_check",
         test="""
             def test_a_long_answer_goes_on_where_the_most_kv_tokens_are_free() -> None:
