@@ -49,6 +49,7 @@ run, closes after 5 s, and a race with that costs a retry."""
 
 _HEADER_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _HEADER_VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _PATH = re.compile(r"/[\x21-\x7e]*")
 
 
@@ -154,6 +155,7 @@ class HttpPool:
         self._waiting: deque[HttpExchange] = deque()
         self._connecting: dict[HttpExchange, asyncio.Task[None]] = {}
         self._line_cache: dict[tuple[str, str], bytes] = {}
+        self._header_cache: dict[tuple[bytes, bytes], bytes] = {}
         self._is_closed = False
 
     @property
@@ -234,11 +236,8 @@ class HttpPool:
         line = self._line_cache.get((method, path))
         if line is None:
             line = self._request_line(method, path)
-        parts = [line]
-        for name, value in headers:
-            if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
-                raise ValueError(f"header {name!r}: {value!r} cannot be sent")
-            parts += (name, b": ", value, b"\r\n")
+        known = self._header_cache
+        parts = [line, *[known.get(header) or self._header_line(*header) for header in headers]]
         if body or method != "GET":
             parts.append(b"content-length: %d\r\n" % len(body))
         parts += (b"\r\n", body)
@@ -253,6 +252,14 @@ class HttpPool:
         if len(self._line_cache) < 64:
             self._line_cache[method, path] = line.encode()
         return line.encode()
+
+    def _header_line(self, name: bytes, value: bytes) -> bytes:
+        if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+            raise ValueError(f"header {name!r}: {value!r} cannot be sent")
+        line = b"%b: %b\r\n" % (name, value)
+        if len(self._header_cache) < 64 and len(line) < 256:
+            self._header_cache[name, value] = line
+        return line
 
     def _dispatch(self, exchange: HttpExchange) -> None:
         connection = None if exchange._is_retry else self._take_idle()
@@ -465,8 +472,10 @@ class _Connection(asyncio.Protocol):
             self._headers = []
             return
         self._has_head = True
-        names = {name.lower() for name, _ in self._headers}
-        self._ends_with_close = not names & {b"content-length", b"transfer-encoding"}
+        # Most engines say that early, and in small letters.
+        self._ends_with_close = not any(name in _FRAMING for name, _ in self._headers) and not any(
+            name.lower() in _FRAMING for name, _ in self._headers
+        )
 
     def on_body(self, data: bytes) -> None:
         self._pieces.append(data)

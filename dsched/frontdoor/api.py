@@ -21,9 +21,10 @@ from dsched.clock import Clock, wall_time_s
 from dsched.config import FrontDoorConfig
 from dsched.controller.request import ControlPlane, InferenceRequest, ModelInfo
 from dsched.frontdoor.answer import Answer
-from dsched.frontdoor.connection import ClientConnection, Headers, HttpRequest
+from dsched.frontdoor.connection import ClientConnection, Headers
 from dsched.frontdoor.errors import ApiError, bad_request, echo
 from dsched.frontdoor.format import AnswerFormat, LogprobWriter
+from dsched.frontdoor.heads import HttpRequest
 from dsched.frontdoor.intake import Intake, make_intake
 from dsched.frontdoor.models import ServedModel
 from dsched.frontdoor.schema import parse_chat, parse_completion
@@ -171,6 +172,7 @@ class CompletionApi:
                 model=request.model,
                 created_s=wall_time_s(),
                 has_usage=has_usage,
+                is_stream=bool(body.stream),
             ),
             detokenizer=intake.served.texts.detokenizer(request.prompt_token_ids),
             finder=StopFinder(intake.stops) if intake.stops else None,

@@ -12,8 +12,9 @@ from urllib.parse import unquote
 
 import structlog
 
-from dsched.frontdoor.connection import ClientConnection, HttpRequest
+from dsched.frontdoor.connection import ClientConnection
 from dsched.frontdoor.errors import ApiError
+from dsched.frontdoor.heads import HttpRequest
 
 log = structlog.get_logger(__name__)
 

@@ -16,7 +16,6 @@ whoever waits for an answer keeps the connection open in both directions.
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from http import HTTPStatus
 from typing import Protocol, cast
@@ -25,6 +24,7 @@ import httptools
 
 from dsched.config import FrontDoorConfig
 from dsched.frontdoor.errors import ApiError, bad_request
+from dsched.frontdoor.heads import HttpRequest, KnownHeads
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -52,28 +52,6 @@ OFFER_HEADERS = (b"upgrade", b"connection", b"http2-settings", b"expect")
 LAST_CHUNK = b"0\r\n\r\n"
 
 
-@dataclass(slots=True, kw_only=True)
-class HttpRequest:
-    """One whole request."""
-
-    method: bytes
-    path: bytes
-    """Without the query, as it was sent."""
-    query: bytes
-    headers: list[tuple[bytes, bytes]]
-    """Names in lower case."""
-    body: bytes
-    is_http_10: bool
-    is_kept_alive: bool
-
-    def header(self, name: bytes) -> bytes | None:
-        """Return the first value of a header."""
-        for each, value in self.headers:
-            if each == name:
-                return value
-        return None
-
-
 class Job(Protocol):
     """Who answers the current request; told what happens to the client meanwhile."""
 
@@ -90,7 +68,8 @@ class Application(Protocol):
     """What a server serves. Methods must not block."""
 
     def refusal(self, method: bytes, path: bytes) -> ApiError | None:
-        """Refuse a request by its first line, before its body is read."""
+        """Refuse a request by its first line, before its body is read. Always the same answer for
+        the same line."""
         ...
 
     def handle(self, request: HttpRequest, connection: "ClientConnection") -> None:
@@ -106,6 +85,7 @@ class Server(Protocol):
     loop: asyncio.AbstractEventLoop
     common_headers: bytes
     """Header lines of every answer."""
+    heads: KnownHeads
     is_stopping: bool
 
     def admit(self, connection: "ClientConnection") -> bool: ...
@@ -321,7 +301,10 @@ class ClientConnection(asyncio.Protocol):
                 self._is_reading_paused = True
                 self._transport.pause_reading()
         else:
-            self._feed(data)
+            if self._phase is None or self._phase is Phase.IDLE:
+                self._read_whole(data)
+            else:
+                self._feed(data)
             self._advance()
 
     def eof_received(self) -> bool:
@@ -369,6 +352,19 @@ class ClientConnection(asyncio.Protocol):
                 self._close()
 
     # Reading.
+
+    def _read_whole(self, data: bytes) -> None:
+        """Read the first bytes of a request, most often all of it."""
+        heads = self._server.heads
+        known = heads.find(data)
+        if known is not None:
+            self._ready.append(known)
+            return
+        self._feed(data)
+        if len(self._ready) == 1 and self._phase is None and not self._is_deaf:
+            request = self._ready[0]
+            if isinstance(request, HttpRequest):
+                heads.learn(data, request)
 
     def _feed(self, data: bytes) -> None:
         self._has_completed = False
@@ -529,11 +525,15 @@ class ClientConnection(asyncio.Protocol):
             return
         path, _, query = self._url.partition(b"?")
         pieces = self._body_pieces
+        fields: dict[bytes, bytes] = {}
+        for name, value in self._headers:
+            fields.setdefault(name, value)
         request = HttpRequest(
             method=self._parser.get_method(),
             path=path,
             query=query,
             headers=self._headers,
+            fields=fields,
             body=pieces[0] if len(pieces) == 1 else b"".join(pieces),
             is_http_10=self._parser.get_http_version() == "1.0",
             is_kept_alive=self._parser.should_keep_alive(),

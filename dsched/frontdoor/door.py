@@ -12,8 +12,9 @@ from dsched.frontdoor.admin import AdminServer, EngineControl, Snapshot, make_ad
 from dsched.frontdoor.api import CompletionApi
 from dsched.frontdoor.app import make_app
 from dsched.frontdoor.asgi import AsgiRunner
-from dsched.frontdoor.connection import ClientConnection, HttpRequest
+from dsched.frontdoor.connection import ClientConnection
 from dsched.frontdoor.errors import ApiError
+from dsched.frontdoor.heads import HttpRequest
 from dsched.frontdoor.live_routes import LiveSource
 from dsched.frontdoor.models import ServedModel
 from dsched.frontdoor.server import HttpServer

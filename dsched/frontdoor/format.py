@@ -54,13 +54,29 @@ class AnswerFormat:
     )
 
     def __init__(
-        self, api: Api, *, answer_id: str, model: str, created_s: int, has_usage: bool
+        self,
+        api: Api,
+        *,
+        answer_id: str,
+        model: str,
+        created_s: int,
+        has_usage: bool,
+        is_stream: bool = True,
     ) -> None:
-        """`has_usage`: the client asked for usage, so other events carry an explicit null."""
+        """`has_usage`: the client asked for usage, so other events carry an explicit null.
+
+        Without `is_stream` only `document` may be asked for.
+        """
         self._api = api
         self._id = answer_id
         self._model = model
         self._created_s = created_s
+        if is_stream:
+            self._put_together(api, answer_id, model, created_s, has_usage=has_usage)
+
+    def _put_together(
+        self, api: Api, answer_id: str, model: str, created_s: int, *, has_usage: bool
+    ) -> None:
         kind = b"text_completion" if api is Api.COMPLETIONS else b"chat.completion.chunk"
         self._base = b'data: {"id":"%b","object":"%b","created":%d,"model":%b,"choices":[' % (
             answer_id.encode(),

@@ -7,6 +7,7 @@ from dsched.clock import wall_time_s
 from dsched.config import FrontDoorConfig
 from dsched.errors import ConfigError
 from dsched.frontdoor.connection import Application, ClientConnection
+from dsched.frontdoor.heads import KnownHeads
 
 BACKLOG = 2_048
 """Connections that the kernel holds for us; a burst of clients beyond it is refused."""
@@ -29,6 +30,7 @@ class HttpServer:
         self.settings = settings
         self.is_stopping = False
         self.common_headers = b""
+        self.heads = KnownHeads()
         self.num_accepted = 0
         self._connections: dict[ClientConnection, None] = {}
         self._listener: asyncio.AbstractServer | None = None
