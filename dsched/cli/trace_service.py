@@ -70,7 +70,7 @@ class TraceService:
             return
         path = Path(self._config.file)
         try:
-            if path.exists():
+            if path.is_file():
                 path.replace(path.with_name(path.name + ".old"))
             self._open(path)
         except OSError as error:

@@ -49,9 +49,13 @@ class TraceWriter:
         self.num_bytes = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._file: BinaryIO = path.open("wb")
-        self._write(MAGIC)
-        self._write_frame(self._encoder.encode(header))
-        self._file.flush()
+        try:
+            self._write(MAGIC)
+            self._write_frame(self._encoder.encode(header))
+            self._file.flush()
+        except OSError:
+            self.close()
+            raise
 
     def write(self, records: Sequence[Record]) -> None:
         """Append records; they are in the system's hands when this returns."""
