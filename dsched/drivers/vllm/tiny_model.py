@@ -133,6 +133,8 @@ def make_tiny_model(folder: Path, *, seed: int = 0) -> None:
     recipe = {"recipe": recipe_digest(seed), "seed": seed}
     if read_recipe(folder) == recipe:
         return
+    # No pictures here, and a torchvision that does not fit its torch breaks transformers' import.
+    sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tiny-", dir=folder.parent) as name:
         scratch = Path(name) / "model"
