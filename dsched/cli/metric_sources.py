@@ -45,6 +45,8 @@ def front_door_samples(stats: FrontDoorStats) -> Iterator[Sample]:
 
 def controller_samples(controller: Controller) -> Iterator[Sample]:
     """Routing, engines and ranks."""
+    for outcome, count in sorted(controller.num_prefills.items()):
+        yield Sample(name="dsched_prefills_total", value=count, labels=(outcome,))
     yield Sample(name="dsched_admission_queue_depth", value=controller.num_waiting_requests)
     yield Sample(name="dsched_membership_epoch", value=controller.membership.epoch)
     for reason, count in controller.num_reports().items():

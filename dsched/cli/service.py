@@ -6,7 +6,6 @@ did not start live on.
 """
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,6 +32,7 @@ from dsched.cli.metric_sources import (
 from dsched.cli.policy_setup import PolicyReloader, make_policies
 from dsched.cli.rank_watches import RankWatches
 from dsched.cli.rebalancing import Rebalancing
+from dsched.cli.stopping import PART_LIMIT_S, StopStack
 from dsched.cli.trace_service import TraceService
 from dsched.clock import SystemClock, wall_time_s
 from dsched.config import Config
@@ -46,6 +46,7 @@ from dsched.controller import (
 )
 from dsched.costs.prefill import PrefillCostModel
 from dsched.costs.presets import load_cost_models
+from dsched.drivers.local import STOP_GRACE_S
 from dsched.drivers.reports import ReportReader
 from dsched.errors import ConfigError
 from dsched.faults import MemoryJournal, SqliteJournal, TokenJournal
@@ -54,15 +55,18 @@ from dsched.frontdoor.door import FrontDoor
 from dsched.frontdoor.live_sampler import LiveSampler
 from dsched.ids import AttemptIds, DpRank, EngineId, RankId
 from dsched.metrics import MetricsExporter, Sample
+from dsched.plugins import RebalanceView
 from dsched.registry.member import RegistryMember
 from dsched.registry.records import EngineRow, InstanceRow, RankRow, WorkersView
-from dsched.routing import DecodeRouter, RoutingRequest
+from dsched.routing import DecodeRouter, PrefillRouter, RoutingRequest
 from dsched.routing.snapshot import ViewWatch
 from dsched.sim.loop import AsyncioTimers
 
 log = structlog.get_logger(__name__)
 
 S = 1_000_000_000
+FLEET_LIMIT_S = STOP_GRACE_S + PART_LIMIT_S
+"""For local engines: their own time to end, then that of the kernel to end them."""
 
 
 class Service:
@@ -78,7 +82,7 @@ class Service:
         self._policies = make_policies(loaded)
         self._reloader = PolicyReloader(loaded)
         self._tasks: list[asyncio.Task[None]] = []
-        self._stack = contextlib.AsyncExitStack()
+        self._stops = StopStack()
 
     async def start(self) -> None:
         """Start everything.
@@ -89,13 +93,13 @@ class Service:
         try:
             await self._start()
         except BaseException:
-            await self._stack.aclose()
+            await self._stops.stop()
             raise
 
     async def stop(self) -> None:
         """Let streams end, then release everything."""
         log.info("service.stopping", num_open_requests=self.controller.num_open_requests)
-        await self._stack.aclose()
+        await self._stops.stop()
         log.info("service.stopped")
 
     async def reload_policies(self) -> bool:
@@ -123,40 +127,43 @@ class Service:
         Path(config.state_dir).mkdir(parents=True, exist_ok=True)
         self._started_s = wall_time_s()
         self.member = RegistryMember(config, clock=self._clock, instance_id=self.instance_id)
-        self._stack.push_async_callback(self.member.close)
+        self._stops.add("registry client", self.member.close)
         await self.member.check()
         self.journal = open_journal(config, owner=self.instance_id)
-        self._stack.callback(self.journal.close)
+        self._stops.add("journal", self.journal.close)
         self.reports = ReportReader(
             endpoint=config.agent.endpoint,
             max_pending_messages=config.agent.max_pending_messages,
         )
         if _needs_agents(config):
             self.reports.start()
-            self._stack.callback(self.reports.close)
+            self._stops.add("agent socket", self.reports.close)
         self.trace = TraceService(config, clock=self._clock)
         await self.trace.start()
-        self._stack.push_async_callback(self.trace.stop)
+        self._stops.add("trace", self.trace.stop)
         loop = asyncio.get_running_loop()
         builder = FleetBuilder(
             config,
             timers=AsyncioTimers(self._clock, loop),
             reports=self.reports,
         )
-        self._stack.push_async_callback(builder.fleet.stop)
+        self._stops.add("local engines", builder.fleet.stop, limit_s=FLEET_LIMIT_S)
         self.fleet: Fleet = await builder.build()
         await asyncio.to_thread(warm_router)
         self.rebalancing = Rebalancing(
-            config.placement, self.fleet.drivers, leader_epoch=self.member.election.epoch_now
+            config.placement,
+            self.fleet.drivers,
+            leader_epoch=self.member.election.epoch_now,
+            is_due=self._is_rebalance_due,
         )
         await self.rebalancing.warm()
         self._start_controller(loop)
         await self._start_front_door()
         self._start_rank_watches()
         self.rebalancing.start()
-        self._stack.push_async_callback(self.rebalancing.stop)
+        self._stops.add("placement", self.rebalancing.stop)
         self.member.start(instance=self._instance_row(), engines=self._engine_rows)
-        self._stack.push_async_callback(self.member.stop)
+        self._stops.add("registry member", self.member.stop)
         log.info(
             "service.started",
             version=__version__,
@@ -188,9 +195,9 @@ class Service:
             raise ConfigError(f"$.pools: {error}") from error
         host.attach(self.controller.tick)
         self.controller.start()
-        self._stack.callback(self._close_policies)
-        self._stack.callback(host.close)
-        self._stack.callback(self.controller.close)
+        self._stops.add("policies", self._close_policies)
+        self._stops.add("tick host", host.close)
+        self._stops.add("controller", self.controller.close)
 
     def _start_rank_watches(self) -> None:
         mode = self.config.faults.engine_recovery
@@ -202,7 +209,10 @@ class Service:
             can_repair=lambda: mode == "repair" and self.member.election.epoch_now() is not None,
         )
         self.rank_watches.start()
-        self._stack.push_async_callback(self.rank_watches.stop)
+        self._stops.add("rank watches", self.rank_watches.stop)
+
+    def _is_rebalance_due(self, view: RebalanceView) -> bool:
+        return self.controller.policies.should_rebalance(view)
 
     def _close_policies(self) -> None:
         self.controller.policies.close()
@@ -224,9 +234,13 @@ class Service:
             process_tag=self._process_tag & 0xFFFF_FFFF,
         )
         await self.front_door.start()
-        self._stack.push_async_callback(self.front_door.stop)
+        self._stops.add(
+            "front door",
+            self.front_door.stop,
+            limit_s=self.config.front_door.stop_grace_s + PART_LIMIT_S,
+        )
         self.live.start(self.controller)
-        self._stack.push_async_callback(self.live.close)
+        self._stops.add("live view", self.live.close)
         self.front_door_url = f"http://{self.config.front_door.host}:{self.front_door.bound_port}"
         self.admin_url = f"http://{self.config.admin.host}:{self.front_door.bound_admin_port}"
         exporter.add_source(lambda: front_door_samples(self.front_door.stats))
@@ -275,6 +289,9 @@ def warm_router() -> None:
     router.hold(RoutingRequest(num_prompt_tokens=5), "held", 0)
     router.next_held(0)
     ViewWatch(router).snapshot()
+    prefill = PrefillRouter(load_cost_models(None)[0])
+    prefill.add_worker(rank_id)
+    prefill.pick(num_prompt_tokens=5, now_ns=0)
 
 
 def open_journal(config: Config, *, owner: str) -> TokenJournal:

@@ -10,6 +10,7 @@ from dsched.controller.events import (
     DrainAsked,
     EngineProgressed,
     EngineWentDown,
+    RankCameBack,
     RankLost,
 )
 from dsched.controller.spare import UNKNOWN_CAPACITY
@@ -42,10 +43,10 @@ class Engines:
         if record is None:
             state.counts.unknown_reports += 1
             return
-        router = state.pools[record.pool].router
+        pool = state.pools[record.pool]
         rank_id = RankId(record.spec.engine_id, DpRank(report.dp_rank))
         now_ns = state.clock.now_ns()
-        outcome = router.apply_report(router.index_of(rank_id), report, now_ns)
+        outcome = pool.apply_report(rank_id, report, now_ns)
         if outcome is ReportOutcome.APPLIED:
             state.recorder.on_report(report, now_ns)
             last = state.last_reports.get(rank_id)
@@ -55,7 +56,7 @@ class Engines:
             elif report.num_running == report.num_waiting == 0:
                 # It has nothing to step for, and has let go of what was taken from it: it lives.
                 self._trust(record)
-            if router.num_held:
+            if pool.router.num_held:
                 state.host.request_tick()
 
     def _note_step(self, record: EngineMember) -> None:
@@ -86,13 +87,11 @@ class Engines:
                 num_dp_ranks=description.num_dp_ranks,
                 epoch=state.membership.epoch,
             )
-        router = state.pools[record.pool].router
+        pool = state.pools[record.pool]
         for rank_id in old_rank_ids[description.num_dp_ranks :]:
-            rank = router.index_of(rank_id)
-            if rank is not None:
-                router.remove_rank(rank)
+            pool.remove_rank(rank_id)
         for rank_id in record.rank_ids():
-            router.add_rank(
+            pool.add_rank(
                 rank_id,
                 kv_capacity_tokens=description.kv_capacity_tokens or UNKNOWN_CAPACITY,
                 max_running_requests=description.max_running_requests or UNKNOWN_CAPACITY,
@@ -129,8 +128,14 @@ class Engines:
         log.info("engine.trusted", engine_id=event.engine_id, epoch=state.membership.epoch)
 
     def apply_rank_lost(self, event: RankLost) -> None:
-        """One DP rank is gone while its engine answers."""
+        """One DP rank is gone while its engine answers. Said again, it changes nothing."""
         state, engine_id = self._state, event.rank_id.engine_id
+        known = state.membership.engines.get(engine_id)
+        if known is None or event.rank_id not in list(known.rank_ids()):
+            log.warning("rank.unknown", engine_id=engine_id, dp_rank=event.rank_id.dp_rank)
+            return
+        if event.rank_id.dp_rank in known.lost_ranks:
+            return
         record = state.membership.apply_rank_lost(event.rank_id, event.reason)
         log.warning(
             "rank.lost",
@@ -145,6 +150,21 @@ class Engines:
             rank = state.pools[record.pool].router.index_of(event.rank_id)
         reason = f"rank {event.rank_id}: {event.reason}"
         self._withdrawal.lose_group(engine_id, reason, layer=LossLayer.RANK, rank=rank)
+
+    def apply_rank_back(self, event: RankCameBack) -> None:
+        """A lost rank works again."""
+        state, engine_id = self._state, event.rank_id.engine_id
+        known = state.membership.engines.get(engine_id)
+        if known is None or event.rank_id.dp_rank not in known.lost_ranks:
+            return
+        state.membership.apply_rank_back(event.rank_id)
+        state.sync_group(engine_id)
+        log.info(
+            "rank.came_back",
+            engine_id=engine_id,
+            dp_rank=event.rank_id.dp_rank,
+            epoch=state.membership.epoch,
+        )
 
     def apply_drain(self, event: DrainAsked) -> None:
         """An operator takes an engine out of service, or puts it back."""

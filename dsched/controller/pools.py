@@ -1,12 +1,17 @@
 """One pool as the controller keeps it: its ranks' load, its lost requests, and what it may run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsched.controller.handoffs import Handoffs
 from dsched.controller.settings import ControllerSettings
 from dsched.controller.spare import SpareGate
+from dsched.costs.presets import load_cost_models
+from dsched.drivers.wire import RankReport
 from dsched.faults import PoolSpec
-from dsched.routing import DecodeRouter
+from dsched.ids import RankId
+from dsched.routing import DecodeRouter, PrefillRouter, ReportOutcome
+from dsched.states import PoolRole, RankState
 from dsched.trace import Recorder
 
 
@@ -21,14 +26,67 @@ class Pool:
     """Requests that lost their engine."""
     gate: SpareGate
     """Room that is kept for the loss of a group."""
+    prefill: PrefillRouter | None = None
+    """Of a prefill pool: which worker computes a prompt. Its `router` only counts."""
 
     @property
     def name(self) -> str:
         return self.spec.name
 
+    def add_rank(
+        self, rank_id: RankId, *, kv_capacity_tokens: int, max_running_requests: int
+    ) -> None:
+        """A rank came up, or says new limits."""
+        self.router.add_rank(
+            rank_id,
+            kv_capacity_tokens=kv_capacity_tokens,
+            max_running_requests=max_running_requests,
+        )
+        if self.prefill is not None:
+            self.prefill.add_worker(rank_id)
+
+    def remove_rank(self, rank_id: RankId) -> None:
+        """The engine came back without it."""
+        rank = self.router.index_of(rank_id)
+        if rank is not None:
+            self.router.remove_rank(rank)
+        self._set_worker_state(rank_id, RankState.REMOVED)
+
+    def set_rank_state(self, rank_id: RankId, state: RankState) -> None:
+        """Mark a rank; one that was never up is left out."""
+        rank = self.router.index_of(rank_id)
+        if rank is not None:
+            self.router.set_rank_state(rank, state)
+            self._set_worker_state(rank_id, state)
+
+    def _set_worker_state(self, rank_id: RankId, state: RankState) -> None:
+        if self.prefill is not None:
+            worker = self.prefill.index_of(rank_id)
+            if worker is not None:
+                self.prefill.set_worker_state(worker, state)
+
+    def apply_report(self, rank_id: RankId, report: RankReport, now_ns: int) -> ReportOutcome:
+        """Correct the load of a rank."""
+        outcome = self.router.apply_report(self.router.index_of(rank_id), report, now_ns)
+        if self.prefill is not None and outcome is ReportOutcome.APPLIED:
+            worker = self.prefill.index_of(rank_id)
+            if worker is not None:
+                self.prefill.apply_report(worker, report, now_ns)
+        return outcome
+
+    def cached_tokens(self, prompt_token_ids: Sequence[int]) -> int | Sequence[int]:  # noqa: ARG002
+        """Leading tokens of a prompt that each prefill worker has; one number if all have them."""
+        return 0
+
+    def validate(self) -> None:
+        self.router.validate()
+        if self.prefill is not None:
+            self.prefill.validate()
+
 
 def make_pool(spec: PoolSpec, settings: ControllerSettings, recorder: Recorder) -> Pool:
     """Make a pool without ranks; they come with their engines."""
+    is_prefill = spec.role is PoolRole.PREFILL
     return Pool(
         spec=spec,
         router=DecodeRouter(
@@ -43,5 +101,12 @@ def make_pool(spec: PoolSpec, settings: ControllerSettings, recorder: Recorder) 
             tokens_per_rank=settings.reprefill_tokens_per_rank,
             recorder=recorder,
         ),
-        gate=SpareGate(spec.name, mode=settings.spare),
+        # A prompt that a lost worker leaves goes to another worker or to its decode rank.
+        gate=SpareGate(spec.name, mode="none" if is_prefill else settings.spare),
+        prefill=_make_prefill_router(settings) if is_prefill else None,
     )
+
+
+def _make_prefill_router(settings: ControllerSettings) -> PrefillRouter:
+    costs = settings.prefill_costs or load_cost_models(None)[0]
+    return PrefillRouter(costs, router_index=settings.router_index)

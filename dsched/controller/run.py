@@ -8,15 +8,17 @@ attempt that ended badly) becomes an event.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from dsched.clock import Clock
 from dsched.controller.request import InferenceRequest, RequestStream
 from dsched.drivers.base import AttemptFinish
-from dsched.drivers.wire import TokenLogprob
+from dsched.drivers.wire import KvMeeting, SamplingParams, TokenLogprob
 from dsched.errors import DriverError
 from dsched.faults import RecoveryGuarantee, RecoveryPlan, TokenJournal
-from dsched.ids import AttemptId, EngineId
+from dsched.ids import AttemptId, EngineId, RankId
 from dsched.routing import DecodeRouter
 
 
@@ -28,10 +30,11 @@ class Phase(IntEnum):
     RUNNING = 1
     ENDED = 2
     """Its terminal event was given; what an engine still says of it is dropped."""
+    PREFILLING = 3
+    """Its rank is booked, and another engine computes its prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """The attempt that runs now."""
 
     attempt_id: AttemptId
@@ -40,8 +43,37 @@ class Attempt:
     engine_id: EngineId
     rank: int
     """Rank number of the pool's router."""
-    num_prompt_tokens: int
-    """Tokens of the attempt's own prompt: after a handoff also what was emitted before."""
+    prompt_token_ids: tuple[int, ...]
+    """The attempt's own prompt: after a handoff also what was emitted before."""
+    sampling: SamplingParams
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillHalf:
+    """Another engine that computes the prompt of the attempt now."""
+
+    attempt_id: AttemptId
+    """Of the half: engines know it by this."""
+    engine_id: EngineId
+    rank_id: RankId
+    worker: int
+    """Worker number of the prefill pool's router."""
+    meeting: KvMeeting | None
+    """Where both engines meet; then the decode half runs at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvTransfer:
+    """KV of the attempt's prompt that waits on a prefill engine, or in a store."""
+
+    params: dict[str, Any] | None
+    """What the decode engine is told, as the prefill engine said it."""
+    time_ns: int
+    """Since when it waits."""
 
 
 class RunOwner(Protocol):
@@ -59,6 +91,10 @@ class RunOwner(Protocol):
 
     def on_first_token(self, run: "RequestRun", now_ns: int) -> None: ...
 
+    def on_prefill_finished(self, run: "RequestRun", finish: AttemptFinish) -> None: ...
+
+    def on_prefill_failed(self, run: "RequestRun", error: DriverError) -> None: ...
+
     def on_attempt_released(self, attempt_id: AttemptId) -> None: ...
 
 
@@ -73,8 +109,11 @@ class RequestRun:
         "deadline_ns",
         "dispatch_ns",
         "excluded_ranks",
+        "excluded_workers",
         "expected_token_ids",
         "guarantee",
+        "is_handed_out",
+        "is_prefill_local",
         "lost_ns",
         "num_attempt_tokens",
         "num_attempts",
@@ -83,6 +122,9 @@ class RequestRun:
         "num_output_tokens",
         "phase",
         "pool",
+        "prefill",
+        "prefill_refusal",
+        "prefilled_by",
         "priority",
         "recovery",
         "request",
@@ -90,6 +132,7 @@ class RequestRun:
         "stream",
         "time_ns",
         "token_ns",
+        "transfer",
     )
 
     def __init__(
@@ -108,12 +151,12 @@ class RequestRun:
         self.request = request
         self.stream = stream
         self.pool = pool
+        self.priority = priority
+        """As the operator's policy says; of those that are held, larger goes first."""
         self.router = router
         self._journal = journal
         self._owner = owner
         self._clock = clock
-        self.priority = priority
-        """Of those that wait at the router, larger goes first."""
         self.time_ns = time_ns
         """When it arrived."""
         self.token_ns = time_ns
@@ -141,14 +184,41 @@ class RequestRun:
         self.num_handoffs = 0
         self.expected_token_ids: list[int] = []
         """Tokens that a replay must give again before it gives new ones."""
+        self.is_handed_out = False
+        """The engine of the attempt was told of it; before, only its rank is booked."""
+        self.prefill: PrefillHalf | None = None
+        """The engine that computes the prompt of the attempt, while it does."""
+        self.prefilled_by: RankId | None = None
+        """Who computed it, or does."""
+        self.transfer: KvTransfer | None = None
+        """What a worker computed and no engine has taken over yet."""
+        self.excluded_workers: tuple[int, ...] = ()
+        """Prefill router's numbers of the workers that failed it."""
+        self.is_prefill_local = False
+        """The decode rank computes the prompt itself: elsewhere it did not work."""
+        self.prefill_refusal: DriverError | None = None
+        """What a prefill engine had against it."""
 
     def begin_attempt(self, attempt: Attempt, now_ns: int) -> None:
         """The attempt counts from now on; an older one is fenced."""
         self.attempt = attempt
         self.num_attempts = attempt.epoch
-        self.phase = Phase.RUNNING
+        self.is_handed_out = False
         self.dispatch_ns = now_ns
         self.num_attempt_tokens = 0
+
+    def forget_transfer(self) -> None:
+        """Nobody else has the KV of its prompt."""
+        self.transfer = None
+        self.prefilled_by = None
+
+    def worker_on(self, engine_id: EngineId) -> int | None:
+        """Number of the rank, in its own pool, that works for the run on this engine."""
+        if self.prefill is not None and self.prefill.engine_id == engine_id:
+            return self.prefill.worker
+        if self.attempt is not None and self.attempt.engine_id == engine_id:
+            return self.attempt.rank
+        return None
 
     @property
     def num_known_tokens(self) -> int:
@@ -163,7 +233,8 @@ class RequestRun:
     ) -> None:
         attempt = self.attempt
         if attempt is None or attempt.attempt_id != attempt_id or self.phase is not Phase.RUNNING:
-            self._owner.num_fenced_tokens += len(token_ids)
+            if not self._is_prefill(attempt_id):
+                self._owner.num_fenced_tokens += len(token_ids)
             return
         self.num_attempt_tokens += len(token_ids)
         if self.expected_token_ids:
@@ -206,11 +277,18 @@ class RequestRun:
         self._owner.on_attempt_released(attempt_id)
         if self._is_current(attempt_id):
             self._owner.on_run_finished(self, finish)
+        elif self._is_prefill(attempt_id):
+            self._owner.on_prefill_finished(self, finish)
 
     def on_failure(self, attempt_id: AttemptId, error: DriverError) -> None:
         self._owner.on_attempt_released(attempt_id)
         if self._is_current(attempt_id):
             self._owner.on_attempt_failed(self, error)
+        elif self._is_prefill(attempt_id):
+            self._owner.on_prefill_failed(self, error)
+
+    def _is_prefill(self, attempt_id: AttemptId) -> bool:
+        return self.prefill is not None and self.prefill.attempt_id == attempt_id
 
     def _is_current(self, attempt_id: AttemptId) -> bool:
         return (

@@ -7,6 +7,7 @@ engines are to be emptied and which suspect ones are to be tried again.
 import structlog
 
 from dsched.controller.lifecycle import Lifecycle
+from dsched.controller.run import RequestRun
 from dsched.controller.state import ControllerState
 from dsched.faults import RecoveryMethod, plan_recovery
 from dsched.faults.progress import StalledEngine
@@ -62,7 +63,13 @@ class Withdrawal:
             run = runs.running(AttemptId(str(key)))
             if run is not None:
                 reason = f"no token for {limit_s:.0f} s"
-                self._lifecycle.lose_attempt(run, reason=reason, layer=LossLayer.STREAM)
+                self._lose_attempt(run, AttemptId(str(key)), reason)
+
+    def _lose_attempt(self, run: RequestRun, attempt_id: AttemptId, reason: str) -> None:
+        if run.prefill is not None and run.prefill.attempt_id == attempt_id:
+            self._lifecycle.lose_prefill(run, reason=reason)
+        else:
+            self._lifecycle.lose_attempt(run, reason=reason, layer=LossLayer.STREAM)
 
     def _progress_of(self, attempt_key: object) -> int:
         run = self._state.runs.running(AttemptId(str(attempt_key)))
@@ -101,15 +108,16 @@ class Withdrawal:
     ) -> None:
         """Take away what runs on an engine and its group's others, or on one rank of it."""
         for member in self._state.membership.group_of(engine_id):
-            own_layer = layer if member.spec.engine_id == engine_id else LossLayer.GROUP
-            for run in self._state.runs.on_engine(member.spec.engine_id):
-                if rank is None or (run.attempt is not None and run.attempt.rank == rank):
-                    self._lifecycle.lose_attempt(run, reason=reason, layer=own_layer)
+            mate = member.spec.engine_id
+            own_layer = layer if mate == engine_id else LossLayer.GROUP
+            for run in self._state.runs.on_engine(mate):
+                if rank is None or run.worker_on(mate) == rank:
+                    self._lifecycle.lose_on_engine(run, mate, reason=reason, layer=own_layer)
 
     def lose_engine(self, engine_id: EngineId, reason: str) -> None:
         """Take away what runs on one engine, because its group was lost."""
         for run in self._state.runs.on_engine(engine_id):
-            self._lifecycle.lose_attempt(run, reason=reason, layer=LossLayer.GROUP)
+            self._lifecycle.lose_on_engine(run, engine_id, reason=reason, layer=LossLayer.GROUP)
 
     def hand_over_drained(self, now_ns: int) -> None:
         """Move what still runs on drained engines whose deadline has passed."""

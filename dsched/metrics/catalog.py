@@ -77,6 +77,15 @@ _METRICS = (
         "policy",
         "reason",
     ),
+    # Separate pools.
+    _counter(
+        "dsched_prefills_total",
+        "Prompts of separate pools by what became of them: `remote` (a prefill engine computed "
+        "it), `short` (left to the decode rank), `no_worker`, `failed` (the half was lost or "
+        "refused), `expired` (its KV was too old), `transfer_failed` (its KV did not arrive), "
+        "`missed` (the decode engine did not find it and computed the prompt).",
+        "outcome",
+    ),
     # Lost engines.
     _counter(
         "dsched_handoff_total",
