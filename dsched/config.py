@@ -281,10 +281,11 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     handoff: PolicyConfig = PolicyConfig()
     """Where a request goes on that lost its engine. Default: as a new one."""
     chunk_weights: PolicyConfig = PolicyConfig()
-    """Inside engines that dsched starts: shares of prefill time. Default: 4, 3, 2, 1."""
+    """How prompts of four lengths share prefill time, inside engines that dsched starts; others
+    need `DSCHED_CHUNK_WEIGHTS`. Default: 4, 3, 2, 1."""
     rebalance: PolicyConfig = PolicyConfig()
-    """Inside engines that dsched starts: when experts are placed anew. Default: when the engine
-    asks."""
+    """When experts are placed anew, of the times that `placement.interval_s` allows. Default: at
+    each of them."""
 
 
 class SchedulerConfig(Section, frozen=True, kw_only=True):

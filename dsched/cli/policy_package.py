@@ -188,7 +188,7 @@ _STARTS: Mapping[PolicyKind, _Start] = {
             def test_an_even_placement_is_kept() -> None:
                 for worst, answer in ((0.95, False), (0.5, True)):
                     view = RebalanceView(
-                        num_steps_since=1_000, worst_balancedness=worst, mean_balancedness=0.97
+                        num_times_asked=0, worst_balancedness=worst, mean_balancedness=0.97
                     )
 
                     assert {cls}().should_rebalance(view) is answer

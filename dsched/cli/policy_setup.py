@@ -51,9 +51,9 @@ KINDS_OF_KEY: Mapping[str, tuple[type, ...]] = {
     "chunk_weights": (ChunkWeightsPolicy,),
     "rebalance": (RebalanceTrigger,),
 }
-"""By key of the configuration; the last two run inside engines."""
+"""By key of the configuration."""
 
-ENGINE_KEYS = ("chunk_weights", "rebalance")
+ENGINE_KEYS = ("chunk_weights",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +113,7 @@ def make_policies(loaded: LoadedConfig) -> PolicySet:
         admission=guards.get("admission"),
         priority=guards.get("priority"),
         handoff=guards.get("handoff"),
+        rebalance=guards.get("rebalance"),
     )
 
 

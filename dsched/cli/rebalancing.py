@@ -20,6 +20,7 @@ from dsched.controller.rebalance import Rebalancer
 from dsched.drivers.base import Driver
 from dsched.eplb import warm_up
 from dsched.ids import EngineId
+from dsched.plugins import RebalanceView
 
 Result = TypeVar("Result")
 
@@ -35,9 +36,12 @@ class Rebalancing:
         drivers: Mapping[EngineId, Driver],
         *,
         leader_epoch: Callable[[], int | None],
+        is_due: Callable[[RebalanceView], bool],
     ) -> None:
         self._interval_s = config.interval_s
-        self.rebalancer = Rebalancer(drivers, leader_epoch=leader_epoch, max_moves=config.max_moves)
+        self.rebalancer = Rebalancer(
+            drivers, leader_epoch=leader_epoch, max_moves=config.max_moves, is_due=is_due
+        )
         self._task: asyncio.Task[None] | None = None
 
     @property

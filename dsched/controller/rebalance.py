@@ -26,9 +26,10 @@ from dsched.controller.observer import HandoffGap
 from dsched.controller.placement import plan_group_placement
 from dsched.drivers.base import Driver, ExpertLoadSource, ExpertSlots, PlacementTarget
 from dsched.drivers.wire import PlaceExperts
-from dsched.eplb import ExpertPlacement, PlacementPlan
+from dsched.eplb import ExpertPlacement, PlacementPlan, balancedness
 from dsched.faults.membership import GroupView, MembershipView
 from dsched.ids import EngineId
+from dsched.plugins import RebalanceView
 
 log = structlog.get_logger(__name__)
 
@@ -53,14 +54,18 @@ class GroupTask:
             self.ep_group,
             self.load,
             num_slots=current.slot_expert.shape[1],
-            current=ExpertPlacement(
-                slot_expert=current.slot_expert,
-                num_ranks=current.num_ranks,
-                num_experts=self.load.shape[1],
-            ),
+            current=self.placement(),
             ep_ranks_per_dp_rank=current.num_ranks // len(group.ranks),
             num_nodes=current.num_nodes,
             max_moves=self.max_moves,
+        )
+
+    def placement(self) -> ExpertPlacement:
+        """The placement in use."""
+        return ExpertPlacement(
+            slot_expert=self.slots.slot_expert,
+            num_ranks=self.slots.num_ranks,
+            num_experts=self.load.shape[1],
         )
 
 
@@ -73,8 +78,12 @@ class Rebalancer:
         *,
         leader_epoch: Callable[[], int | None],
         max_moves: int | None = None,
+        is_due: Callable[[RebalanceView], bool] = lambda view: True,  # noqa: ARG005
     ) -> None:
+        """`is_due` is asked of each group now and then, before it is planned by load."""
         self._drivers = drivers
+        self._is_due = is_due
+        self._times_asked: dict[str, int] = {}
         self._leader_epoch = leader_epoch
         self._max_moves = max_moves
         self.is_ready = False
@@ -112,8 +121,18 @@ class Rebalancer:
         for group in self._view.groups:
             if any(group.rank_up):
                 task = self._task_of(group)
-                if task is not None:
+                if task is not None and self._is_due(self._rebalance_view(task)):
                     yield task
+
+    def _rebalance_view(self, task: GroupTask) -> RebalanceView:
+        times_asked = self._times_asked.get(task.ep_group, 0)
+        self._times_asked[task.ep_group] = times_asked + 1
+        balance = balancedness(task.placement(), task.load)
+        return RebalanceView(
+            num_times_asked=times_asked,
+            worst_balancedness=float(balance.min()),
+            mean_balancedness=float(balance.mean()),
+        )
 
     def apply(self, task: GroupTask, plan: PlacementPlan) -> bool:
         """Command a plan, unless it moves nothing or came too late; whether it was sent."""
@@ -175,6 +194,7 @@ class Rebalancer:
             driver = self._drivers[engine_id]
             if isinstance(driver, PlacementTarget):
                 driver.place_experts(command)
+        self._times_asked[task.ep_group] = 0
         self.num_placements[cause] = self.num_placements.get(cause, 0) + 1
         log.info(
             "placement.commanded",

@@ -43,7 +43,7 @@ from dsched.plugins.guard import (
     PolicyGuard,
     PolicyLog,
 )
-from dsched.plugins.inside import ask_rebalance, ask_weights
+from dsched.plugins.inside import ask_weights
 from dsched.plugins.loading import (
     ENTRY_POINT_GROUP,
     check_policy,
@@ -82,7 +82,6 @@ __all__ = [
     "RoutingPolicies",
     "RoutingPolicy",
     "RoutingScorer",
-    "ask_rebalance",
     "ask_weights",
     "check_admission",
     "check_flags",

@@ -97,8 +97,9 @@ class BucketView:
 class RebalanceView:
     """How even the experts of an EP group are."""
 
-    num_steps_since: int
-    """Steps since placements last changed, as far as the engine says; else times it was asked."""
+    num_times_asked: int
+    """Times that this question was asked since the group's experts were last placed; the time
+    between two is `placement.interval_s`."""
     worst_balancedness: float
     """Of the worst layer, in (0, 1]."""
     mean_balancedness: float
@@ -186,8 +187,8 @@ class ChunkWeightsPolicy(Protocol):
 
 @runtime_checkable
 class RebalanceTrigger(Protocol):
-    """Say whether expert placements should be renewed now. Runs inside the engine, when the engine
-    asks for a placement. The default renews."""
+    """Say whether the experts of a group should be placed anew now; asked by the elected dsched,
+    every `placement.interval_s`. The default is yes. A lost rank is planned for without asking."""
 
     name: str
     api_version: int

@@ -1,13 +1,13 @@
-"""The two kinds of policy that run inside engine processes: chunk weights and rebalance triggers.
+"""The kind of policy that runs inside engine processes: chunk weights.
 
-In an engine there is no controller; the planner's own loop asks. Both questions have a default for
-where the policy says nothing or fails: weights stay as they are, placements are renewed.
+There is no controller there; the loop around the step planner asks. Where the policy says nothing
+or fails the weights stay as they are.
 """
 
 from functools import partial
 
-from dsched.plugins.answers import check_truth, check_weights
-from dsched.plugins.contract import BucketView, RebalanceView
+from dsched.plugins.answers import check_weights
+from dsched.plugins.contract import BucketView
 from dsched.plugins.guard import AnyGuard
 
 
@@ -15,9 +15,3 @@ def ask_weights(guard: AnyGuard, view: BucketView) -> tuple[float, ...] | None:
     """The weights of the length buckets; `None` leaves them."""
     check = partial(check_weights, num_buckets=len(view.num_requests))
     return guard.call(partial(guard.policy.weights, view), check)
-
-
-def ask_rebalance(guard: AnyGuard, view: RebalanceView) -> bool:
-    """Whether placements should be renewed now; the default is yes."""
-    answer = guard.call(partial(guard.policy.should_rebalance, view), check_truth)
-    return answer is not False

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from dsched.plugins.answers import check_admission, check_position, check_priority
+from dsched.plugins.answers import check_admission, check_position, check_priority, check_truth
 from dsched.plugins.contract import (
     AdmissionAnswer,
     AdmissionView,
     RankCandidate,
+    RebalanceView,
     RequestView,
 )
 from dsched.plugins.guard import AnyGuard, FailureReason
@@ -46,12 +47,14 @@ class PolicySet:
         admission: AnyGuard | None = None,
         priority: AnyGuard | None = None,
         handoff: AnyGuard | None = None,
+        rebalance: AnyGuard | None = None,
     ) -> None:
         """One guard may stand in several places: its policy then remembers across them."""
         self.routing = routing
         self.admission = admission
         self.priority = priority
         self.handoff = handoff
+        self.rebalance = rebalance
         self._before: dict[str, PolicyCounts] = {}
         """Counted by the sets that this one replaced."""
 
@@ -59,7 +62,8 @@ class PolicySet:
         """Each guard once."""
         routing = [guard for guard, _ in self.routing.guards] if self.routing else []
         seen: list[AnyGuard] = []
-        for guard in (*routing, self.admission, self.priority, self.handoff):
+        others = (self.admission, self.priority, self.handoff, self.rebalance)
+        for guard in (*routing, *others):
             if guard is not None and not any(guard is each for each in seen):
                 seen.append(guard)
                 yield guard
@@ -117,6 +121,14 @@ class PolicySet:
         if self.routing is None:
             return None
         return self.routing.choose(request, candidates)
+
+    def should_rebalance(self, view: RebalanceView) -> bool:
+        """Whether the experts of a group are placed anew now. The default is yes."""
+        guard = self.rebalance
+        if guard is None:
+            return True
+        answer = guard.call(partial(guard.policy.should_rebalance, view), check_truth)
+        return answer is not False
 
     def close(self) -> None:
         """End the guards' threads."""

@@ -178,7 +178,7 @@ def example_request(**fields: Any) -> RequestView:  # noqa: ANN401 - those of Re
     >>> example_request(session="s1").session
     's1'
     """
-    defaults = {"model": "model", "num_prompt_tokens": 100, "max_output_tokens": 100}
+    defaults: dict[str, Any] = {"model": "model", "num_prompt_tokens": 100, "max_output_tokens": 100}
     return RequestView(**(defaults | fields))
 
 
@@ -270,7 +270,7 @@ def make_rebalance_view(rng: np.random.Generator) -> RebalanceView:
     """From perfectly even to one rank that does everything."""
     worst = float(rng.choice([1.0, 0.9, 0.5, 0.02]))
     return RebalanceView(
-        num_steps_since=int(rng.integers(0, 10_000)),
+        num_times_asked=int(rng.integers(0, 1_000)),
         worst_balancedness=worst,
         mean_balancedness=(1.0 + worst) / 2,
     )

@@ -1,6 +1,8 @@
 """Expert placements by the elected dsched: who commands, when, and what engines refuse."""
 
+import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from dsched.drivers.wire import PlaceExperts
 from dsched.eplb import ExpertPlacement, balancedness
 from dsched.faults.membership import EngineSpec, Membership, PoolSpec
 from dsched.ids import DpRank, EngineId, RankId
+from dsched.plugins import FailureReason, PolicyGuard, PolicySet, RebalanceView
 from dsched.sim.expert_slots import SimExpertSlots
 
 NUM_EXPERTS = 12
@@ -53,12 +56,15 @@ class FakeDriver:
 class Bench:
     """One elastic group of four ranks, and a leader."""
 
-    def __init__(self, counts: NDArray[np.int64] | None) -> None:
+    def __init__(
+        self, counts: NDArray[np.int64] | None, *, policies: PolicySet | None = None
+    ) -> None:
         self.driver = FakeDriver(counts)
         self.leader_epoch: int | None = 7
         self.rebalancer = Rebalancer(
             {EngineId("a"): self.driver},  # type: ignore[dict-item]
             leader_epoch=lambda: self.leader_epoch,
+            is_due=(policies or PolicySet()).should_rebalance,
         )
         self.rebalancer.is_ready = True
         spec = EngineSpec(engine_id=EngineId("a"), model="m", is_elastic=True)
@@ -112,6 +118,69 @@ def test_the_leader_evens_out_the_load() -> None:
     (command,) = bench.driver.commands
     assert (command.epoch, command.leader_epoch) == (bench.membership.epoch, 7)
     assert bench.rebalancer.num_placements == {"load": 1}
+
+
+class Trigger:
+    """A policy that answers what it is told to, and keeps what it saw."""
+
+    name = "trigger"
+    api_version = 1
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+        self.seen: list[RebalanceView] = []
+
+    def should_rebalance(self, view: RebalanceView) -> Any:  # noqa: ANN401
+        self.seen.append(view)
+        return self.answer() if callable(self.answer) else self.answer
+
+
+def ask_trigger(answer: object) -> tuple[Bench, Trigger, PolicySet]:
+    trigger = Trigger(answer)
+    policies = PolicySet(rebalance=PolicyGuard(trigger, budget_ns=20_000_000))
+    return Bench(skewed(), policies=policies), trigger, policies
+
+
+def test_a_trigger_decides_when_but_not_about_lost_ranks() -> None:
+    """It sees the balance of the placement in use, and how often it was asked since the last one;
+    a lost rank is planned for without it."""
+    bench, trigger, policies = ask_trigger(answer=False)
+    before = bench.balance()
+
+    assert bench.rebalance() == bench.rebalance() == []
+    trigger.answer = True
+    assert bench.rebalance() == [True]
+    trigger.answer = False
+    assert bench.rebalance() == []
+    bench.membership.apply_rank_lost(LOST, "gone")
+    bench.tell()
+    policies.close()
+
+    assert [view.num_times_asked for view in trigger.seen] == [0, 1, 2, 0]
+    assert trigger.seen[0].worst_balancedness == pytest.approx(before)
+    assert trigger.seen[3].worst_balancedness > before
+    assert bench.rebalancer.num_placements == {"load": 1, "ranks": 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (lambda: 1 / 0, FailureReason.RAISED),
+        (lambda: time.sleep(0.2), FailureReason.TIMEOUT),
+        (float("nan"), FailureReason.WRONG_ANSWER),
+        (0, FailureReason.WRONG_ANSWER),
+        (np.array([True, False]), FailureReason.WRONG_ANSWER),
+    ],
+)
+def test_a_bad_trigger_means_the_default_which_is_now(
+    answer: object, reason: FailureReason
+) -> None:
+    bench, _, policies = ask_trigger(answer)
+
+    assert bench.rebalance() == [True]
+    policies.close()
+
+    assert policies.counts()["trigger"].num_failures[reason] == 1
 
 
 def test_who_does_not_lead_commands_nothing() -> None:
