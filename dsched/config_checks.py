@@ -204,7 +204,7 @@ def _check_roles(pools: Mapping[str, PoolConfig]) -> None:
         roles = by_model.setdefault(model, {})
         if pool.role in roles:
             raise ConfigError(
-                f"{path}.role: pool {roles[pool.role]!r} is {model!r}'s {pool.role} pool already"
+                f"{path}.role: pool {roles[pool.role]!r} is the {pool.role} pool of {model!r} already"
             )
         if roles and "combined" in (pool.role, *roles):
             other = next(iter(roles.values()))

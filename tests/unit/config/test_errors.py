@@ -10,6 +10,13 @@ from dsched.errors import ConfigError
 
 POOL = "pools: {{decode: {{model: {{name: m}}, engines: [{}]}}}}"
 
+PAIR = """
+pools:
+  p: {{role: {}, model: {{name: m}}, engines: [{}]}}
+  d: {{role: {}, model: {{name: m}}, engines: [{}]}}
+"""
+VLLM, SIM = "{url: 'http://a'}", "{kind: sim}"
+
 PREFILL_WITHOUT_ITS_DECODE = """
 pools:
   p: {role: prefill, model: {name: m}, engines: [{url: 'http://a'}]}
@@ -229,6 +236,26 @@ def test_one_engine_id_twice_is_an_error() -> None:
         (
             "pools: {p: {role: prefill, model: {name: m}, engines: [{url: 'http://a'}]}}",
             "$.pools.p.role: a prefill pool needs a decode pool for model 'm'",
+        ),
+        (
+            "pools: {d: {role: decode, model: {name: m}, engines: [{kind: sim}]}}",
+            "$.pools.d.role: a decode pool needs a prefill pool for model 'm'",
+        ),
+        (
+            PAIR.format("combined", SIM, "decode", SIM),
+            "$.pools.d.role: pools 'p' and 'd' both serve 'm'; one pool is combined, or one is",
+        ),
+        (
+            PAIR.format("prefill", SIM, "combined", SIM),
+            "$.pools.d.role: pools 'p' and 'd' both serve 'm'",
+        ),
+        (
+            PAIR.format("combined", SIM, "combined", SIM),
+            "$.pools.d.role: pool 'p' is the combined pool of 'm' already",
+        ),
+        (
+            PAIR.format("prefill", VLLM, "decode", SIM),
+            "$.pools.p.engines: kinds sim, vllm cannot hand KV to each other",
         ),
         (
             PREFILL_WITHOUT_ITS_DECODE,
