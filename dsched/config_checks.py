@@ -203,8 +203,9 @@ def _check_roles(pools: Mapping[str, PoolConfig]) -> None:
         path, model = key_path("$.pools", name), pool.model.name
         roles = by_model.setdefault(model, {})
         if pool.role in roles:
+            known = roles[pool.role]
             raise ConfigError(
-                f"{path}.role: pool {roles[pool.role]!r} is the {pool.role} pool of {model!r} already"
+                f"{path}.role: pool {known!r} is the {pool.role} pool of {model!r} already"
             )
         if roles and "combined" in (pool.role, *roles):
             other = next(iter(roles.values()))
