@@ -3,6 +3,7 @@
 Used by `dsched run`. Nothing here decides; each engine gets the driver of its kind.
 """
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +60,7 @@ class Fleet:
 
     async def stop(self) -> None:
         """End the engines that were started here."""
-        for engine in self.local_engines:
-            await engine.stop()
+        await asyncio.gather(*(engine.stop() for engine in self.local_engines))
 
 
 class FleetBuilder:

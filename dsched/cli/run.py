@@ -12,6 +12,7 @@ import uvloop
 
 from dsched.cli.options import with_config
 from dsched.cli.service import Service
+from dsched.cli.stopping import end_if_stuck
 from dsched.config_load import LoadedConfig
 from dsched.logs import configure_logging
 
@@ -51,7 +52,8 @@ async def _serve(loaded: LoadedConfig, *, is_quiet: bool) -> None:
     loop.add_signal_handler(signal.SIGHUP, reloading.set)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    await service.start()
+    if not await _start_unless(service, stopping):
+        return
     settle_garbage_collector()
     if not is_quiet:
         sys.stdout.write(welcome(service))
@@ -63,6 +65,25 @@ async def _serve(loaded: LoadedConfig, *, is_quiet: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.remove_signal_handler(number)
     await service.stop()
+    end_if_stuck()
+
+
+async def _start_unless(service: Service, stopping: asyncio.Event) -> bool:
+    """Start the service; false when it was told to stop before it was up, and has stopped."""
+    starting = asyncio.create_task(service.start())
+    told = asyncio.create_task(stopping.wait())
+    await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    if starting.done():
+        await starting
+        return True
+    starting.cancel()
+    try:
+        await starting
+    except asyncio.CancelledError:
+        log.info("service.stopped")
+        end_if_stuck()
+    return False
 
 
 async def _reload_when_asked(service: Service, reloading: asyncio.Event) -> None:

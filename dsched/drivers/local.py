@@ -27,6 +27,8 @@ from dsched.ids import EngineId
 
 STOP_GRACE_S: Final = 10.0
 """For a server to end by itself after SIGTERM; then its process group gets SIGKILL."""
+KILL_GRACE_S: Final = 5.0
+"""For the kernel to end a server after SIGKILL; one that waits for a device may take for ever."""
 LOG_TAIL_BYTES: Final = 2_000
 """Of an engine's log that an error message quotes."""
 
@@ -113,7 +115,11 @@ class LocalEngine:
                 await self._process.wait()
         # Also after a clean end: a core that hangs does not notice that its server has gone.
         self._signal(signal.SIGKILL)
-        await self._process.wait()
+        try:
+            async with asyncio.timeout(KILL_GRACE_S):
+                await self._process.wait()
+        except TimeoutError:
+            log.warning("engine.not_ended", engine_id=self.engine_id, pid=self.pid)
         if self._watcher is not None:
             self._watcher.cancel()
 
