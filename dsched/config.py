@@ -35,6 +35,8 @@ OTHER_VARIABLES = (
     "DSCHED_STEP_BUDGET_MS",
     "DSCHED_COSTS",
     "DSCHED_CHUNK_ALIGNMENT",
+    "DSCHED_CHUNK_WEIGHTS",
+    "DSCHED_CHUNK_WEIGHTS_ARGS",
     "DSCHED_SHARED",
 )
 """Variables that are no config keys: the file, what an agent inside an engine reads, and where
@@ -521,11 +523,15 @@ class ChunkSettings(Section, frozen=True, kw_only=True):
     chunk_alignment: PositiveInt = 64
     """Chunks are multiples of this many tokens, except a prompt's last. Below: kernels run partly
     empty tiles. Above: the budget is used coarsely."""
+    weights_policy: str | None = None
+    """`module:Class` or entry point of a policy for the weights of the length buckets."""
+    weights_args: dict[str, Any] = {}
+    """Keyword arguments for it."""
 
 
 def chunk_settings_from_environment() -> ChunkSettings:
-    """Read `DSCHED_STEP_BUDGET_MS`, `DSCHED_COSTS` and `DSCHED_CHUNK_ALIGNMENT`; empty means not
-    set.
+    """Read `DSCHED_STEP_BUDGET_MS`, `DSCHED_COSTS`, `DSCHED_CHUNK_ALIGNMENT`,
+    `DSCHED_CHUNK_WEIGHTS` and `DSCHED_CHUNK_WEIGHTS_ARGS` (JSON); empty means not set.
 
     Raises `ConfigError`, naming the variable, for a value that cannot be used.
     """
@@ -545,7 +551,32 @@ def chunk_settings_from_environment() -> ChunkSettings:
         step_budget_ms=budget_ms,
         costs=os.environ.get("DSCHED_COSTS") or None,
         chunk_alignment=int(alignment_text),
+        weights_policy=os.environ.get("DSCHED_CHUNK_WEIGHTS") or None,
+        weights_args=_json_mapping("DSCHED_CHUNK_WEIGHTS_ARGS"),
     )
+
+
+def _json_mapping(variable: str) -> dict[str, Any]:
+    text = os.environ.get(variable) or "{}"
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{variable}: {text!r} is not a JSON object") from error
+
+
+def chunk_weights_environment(config: "PolicyConfig") -> dict[str, str]:
+    """Return the variables that name a chunk weights policy to an engine that dsched starts.
+
+    The engine gets this process's working folder as one more place to import from, as dsched has.
+    """
+    if config.policy is None:
+        return {}
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), os.getcwd())))
+    return {
+        "DSCHED_CHUNK_WEIGHTS": config.policy,
+        "DSCHED_CHUNK_WEIGHTS_ARGS": msgspec.json.encode(config.args).decode(),
+        "PYTHONPATH": path,
+    }
 
 
 class VerifySettings(Section, frozen=True, kw_only=True):

@@ -11,7 +11,13 @@ from typing import Final, Literal
 
 import structlog
 
-from dsched.config import Config, EngineConfig, PoolConfig, SimConfig
+from dsched.config import (
+    Config,
+    EngineConfig,
+    PoolConfig,
+    SimConfig,
+    chunk_weights_environment,
+)
 from dsched.controller import EngineSpec, PoolSpec
 from dsched.costs.affine import AffineStepCost
 from dsched.drivers.base import Driver
@@ -209,6 +215,7 @@ class FleetBuilder:
             )
         folder = await self._model_folder(kind, launch.model)
         name = folder.name
+        policy_variables = chunk_weights_environment(self._config.policies.chunk_weights)
         specs = []
         for server in self._plan_servers(kind):
             local = await LAUNCHERS[kind](
@@ -220,7 +227,7 @@ class FleetBuilder:
                 extra_args=(*server.args, *launch.args),
                 python=launch.python,
                 step_budget_ms=self._config.scheduler.step_budget_ms,
-                variables=server.variables,
+                variables={**server.variables, **policy_variables},
             )
             self.fleet.local_engines.append(local)
             local.watch(_log_death)

@@ -20,7 +20,7 @@ own (`preempted`) to the oldest. An engine that does this itself is planned for 
 `kv_capacity_tokens=None`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +102,7 @@ class StepPlanner:
         self._limits = np.array(
             [rule.max_step_tokens, max_running_requests, rule.alignment, kv_block_tokens]
         )
+        self._rule = rule
         self._bounds = np.array(rule.bucket_bounds, dtype=np.int64)
         self._weights = np.array(rule.bucket_weights, dtype=np.float64)
         num_buckets = len(self._weights)
@@ -135,6 +136,25 @@ class StepPlanner:
     def budget_seconds(self, value: float) -> None:
         check_budget(value)
         self._budget_ns = value * NS
+
+    @property
+    def bucket_weights(self) -> tuple[float, ...]:
+        """Shares of the prefill time, one a length bucket. May be changed between plans."""
+        return tuple(self._weights.tolist())
+
+    @bucket_weights.setter
+    def bucket_weights(self, value: tuple[float, ...]) -> None:
+        # Of the same number, positive and finite, as a rule's must be.
+        self._weights[:] = replace(self._rule, bucket_weights=value).bucket_weights
+
+    def backlog(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Slots [n] with more than one token left to compute, tokens of their sequences, and tokens
+        that are left."""
+        active = self._order[: self._counters[0]]
+        state = self._state[:, active]
+        left = state[kernels.TOKENS] - state[kernels.COMPUTED]
+        is_prompt = (left > 1) & (state[kernels.IS_GONE] == 0)
+        return active[is_prompt], state[kernels.TOKENS][is_prompt], left[is_prompt]
 
     def add(
         self,

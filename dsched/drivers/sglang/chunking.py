@@ -34,12 +34,14 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from dsched.clock import Clock, SystemClock
 from dsched.config import ChunkSettings
 from dsched.costs import DecodeCostModel, PrefillCostModel
 from dsched.costs.presets import load_cost_models
+from dsched.drivers.chunk_weights import ChunkWeights, load_chunk_weights
 from dsched.scheduler import ChunkRule, plan_chunks
 
 HOOKS: Final = (
@@ -97,6 +99,8 @@ class ChunkControl:
         self.budget_seconds = budget_seconds
         self.rule = rule
         self.page_tokens = page_tokens
+        self.weights: ChunkWeights | None = None
+        """An operator's policy for the shares of the length buckets; `None` leaves them."""
         self.is_on = True
         """Cleared by a command that returns chunks to the engine."""
         self.num_plans = 0
@@ -149,6 +153,8 @@ class ChunkControl:
             decodes = []
         # Of a resumed prompt the prefix is computed; of a waiting one it is not known yet.
         lengths = [int(req.seqlen) for req in waiting]
+        if self.weights is not None and self.weights.is_due():
+            self._ask_weights(self.weights, cut, waiting)
         if cut is None:
             chunks = self._chunks(decodes, [(0, length) for length in lengths])
             self.planned_tokens = sum(map(self._in_pages, chunks))
@@ -169,6 +175,15 @@ class ChunkControl:
         others = sum(map(self._in_pages, chunks[1:]))
         self.planned_tokens = share + others
         self.cut_tokens = share if others else None
+
+    def _ask_weights(self, weights: ChunkWeights, cut: Any, waiting: Sequence[Any]) -> None:
+        prompts = [(str(req.rid), int(req.seqlen), int(req.seqlen)) for req in waiting]
+        if cut is not None:
+            left = int(cut.seqlen) - int(cut.prefix_len)
+            prompts.append((str(cut.rid), int(cut.seqlen), left))
+        answer = weights.ask(prompts)
+        if answer is not None:
+            self.rule = replace(self.rule, bucket_weights=answer)
 
     def _chunks(self, decodes: list[tuple[int, int]], prompts: list[tuple[int, int]]) -> list[int]:
         """Plan for (past, remaining) of each; return the prompts' chunks."""
@@ -326,6 +341,7 @@ def make_chunk_control(scheduler: Any, settings: ChunkSettings) -> ChunkControl:
         clock=SystemClock(),
     )
     control.warm_up()
+    control.weights = load_chunk_weights(settings, control.rule)
     log.info("chunks.planned budget_ms=%s costs=%s", budget_ms, settings.costs)
     return control
 

@@ -32,6 +32,7 @@ from dsched.clock import Clock, SystemClock
 from dsched.config import ChunkSettings, chunk_settings_from_environment
 from dsched.costs.presets import load_cost_models
 from dsched.drivers.agent import CHUNK_BUDGET
+from dsched.drivers.chunk_weights import ChunkWeights, load_chunk_weights
 from dsched.drivers.vllm.mixin import SchedulerMixin, log
 from dsched.drivers.wire import AgentCommand, SetStepBudget
 from dsched.ids import RequestId
@@ -70,8 +71,12 @@ class ChunkControl:
     """What one scheduler needs to be planned for. Reads vLLM's objects, changes only the order of
     its waiting queue."""
 
-    def __init__(self, planner: StepPlanner, clock: Clock) -> None:
+    def __init__(
+        self, planner: StepPlanner, clock: Clock, weights: ChunkWeights | None = None
+    ) -> None:
         self.planner = planner
+        self.weights = weights
+        """An operator's policy for the shares of the length buckets; `None` leaves them."""
         self.is_on = True
         """Cleared by a command that returns chunks to the engine."""
         self.num_plans = 0
@@ -108,6 +113,8 @@ class ChunkControl:
 
     def add(self, request: Any) -> None:
         """Plan for a request from now on. One that cannot be planned for is vLLM's."""
+        if self.weights is not None:
+            self.weights.note(request.request_id)
         try:
             self._slot_of[request.request_id] = self.planner.add(
                 RequestId(request.request_id),
@@ -146,12 +153,22 @@ class ChunkControl:
         if not self._is_in_step or self.num_plans % SYNC_STEPS == 0:
             self._sync(scheduler.running)
         planner = self.planner
+        if self.weights is not None and self.weights.is_due():
+            self._ask_weights(self.weights)
         self._plan = plan = planner.plan()
         self._had_chunks = plan.slots.size > plan.num_decodes
         if self._had_chunks:
             self._take_chunks(scheduler, plan)
         self.num_plans += 1
         self._watch_time(self._clock.now_ns() - start_ns)
+
+    def _ask_weights(self, weights: ChunkWeights) -> None:
+        planner = self.planner
+        slots, lengths, left = (array.tolist() for array in planner.backlog())
+        names = [planner.request_id(slot) for slot in slots]
+        answer = weights.ask(zip(names, lengths, left, strict=True))
+        if answer is not None:
+            planner.bucket_weights = answer
 
     def _take_chunks(self, scheduler: Any, plan: StepPlan) -> None:
         first = plan.num_decodes
@@ -391,19 +408,20 @@ def make_chunk_control(scheduler: Any, settings: ChunkSettings) -> ChunkControl 
         )
         return None
     prefill, decode = load_cost_models(settings.costs)
+    rule = ChunkRule(
+        max_step_tokens=scheduler.max_num_scheduled_tokens,
+        alignment=min(settings.chunk_alignment, scheduler.max_num_scheduled_tokens),
+    )
     planner = StepPlanner(
         prefill_cost=prefill,
         decode_cost=decode,
         budget_seconds=settings.step_budget_ms / 1e3,
         max_running_requests=scheduler.max_num_running_reqs,
         max_requests=scheduler.max_num_running_reqs + MAX_WAITING,
-        rule=ChunkRule(
-            max_step_tokens=scheduler.max_num_scheduled_tokens,
-            alignment=min(settings.chunk_alignment, scheduler.max_num_scheduled_tokens),
-        ),
+        rule=rule,
     )
     log.info("chunks.planned budget_ms=%s costs=%s", settings.step_budget_ms, settings.costs)
-    return ChunkControl(planner, SystemClock())
+    return ChunkControl(planner, SystemClock(), load_chunk_weights(settings, rule))
 
 
 def has_hook(scheduler: Any, name: str) -> bool:
