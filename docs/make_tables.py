@@ -83,6 +83,7 @@ def undocumented_sections() -> list[str]:
         config_module.PoolConfig,
         config_module.ModelConfig,
         config_module.EngineConfig,
+        config_module.PoliciesConfig,  # its fields' texts stand before those of their keys
     }
     # Settings are read from variables of their own, which the text names.
     names = [s.__name__ for s in Section.__subclasses__() if s not in shown]

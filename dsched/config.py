@@ -270,7 +270,7 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     policy: str | None = None
     """`module:Class`, or the name of an entry point in `dsched.policies`."""
     args: PolicyArguments = {}
-    """Keyword arguments for it, as a YAML mapping."""
+    """Keyword arguments for that policy, as a YAML mapping."""
 
 
 class PoliciesConfig(Section, frozen=True, kw_only=True):
@@ -405,13 +405,26 @@ class TraceConfig(Section, frozen=True, kw_only=True):
     enabled: bool = True
     """Keep the last decisions in memory, for `dsched explain`."""
     ring_records: Annotated[int, Meta(ge=256, le=1 << 24)] = 65_536
-    """Records kept, about four for each request. Below: requests are forgotten soon. Above:
-    memory, some 300 bytes a record and more with many DP ranks."""
+    """Records kept, about five for each request. Below: requests are forgotten soon. Above:
+    memory, 100 to 500 bytes a record, more with more DP ranks."""
     file: str | None = None
     """Record every decision into this file from the start, for `dsched replay`; a file that is
     there is kept as `FILE.old`. Default: only on `dsched trace start`."""
     max_file_mb: PositiveInt = 4_096
     """Size at which recording to a file ends, in megabytes. Above: the disk fills."""
+
+
+class OtelConfig(Section, frozen=True, kw_only=True):
+    """OpenTelemetry spans of requests; `traceparent` is passed on in any case."""
+
+    endpoint: str | None = None
+    """Where spans go, OTLP over HTTP, as `http://HOST:4318/v1/traces`; needs the extra `otel`.
+    Default: no spans are made."""
+    service_name: str = "dsched"
+    """Name of this service in traces."""
+    sample_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Part of the requests without a `traceparent` that get spans; the others follow the client's
+    sampling. Below: rare faults have no trace. Above: more to send and to keep."""
 
 
 class MetricsConfig(Section, frozen=True, kw_only=True):
@@ -459,6 +472,7 @@ class Config(Section, frozen=True, kw_only=True):
     journal: JournalConfig = JournalConfig()
     registry: RegistryConfig = RegistryConfig()
     trace: TraceConfig = TraceConfig()
+    otel: OtelConfig = OtelConfig()
     metrics: MetricsConfig = MetricsConfig()
     logging: LoggingConfig = LoggingConfig()
     debug: DebugConfig = DebugConfig()

@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from dsched import config as config_module
-from dsched.config import Section
+from dsched.config import PoliciesConfig, PolicyConfig, Section
 from dsched.config_load import Key, LoadedConfig
 from dsched.config_yaml import key_path
 
@@ -104,8 +104,12 @@ def _lines_of(value: object, path: str, indent: str) -> Iterator[tuple[str, str 
 
 
 def doc_of(key: Key) -> str:
-    """Return the documentation of a key: the text under its field, on one line."""
-    return field_docs()[key.section.__name__].get(key.path[-1], "")
+    """Return the documentation of a key: the text under its field, on one line, after that of the
+    section's own field where the section stands in several places."""
+    own = field_docs()[key.section.__name__].get(key.path[-1], "")
+    if key.section is not PolicyConfig:
+        return own
+    return f"{field_docs()[PoliciesConfig.__name__][key.path[-2]]} {own}"
 
 
 def summary_of(key: Key) -> str:
