@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 from dsched.clock import Clock, SystemClock
 from dsched.config import ChunkSettings
 from dsched.errors import ConfigError
-from dsched.scheduler import ChunkRule
 
 if TYPE_CHECKING:
     from dsched.plugins import FailureReason, PolicyGuard
+    from dsched.scheduler import ChunkRule
 
 ASK_PLANS: Final = 32
 """Plans with prompts between two questions. Below: a slow policy costs every step. Above: weights
@@ -42,7 +42,7 @@ class _EngineLog:
 class ChunkWeights:
     """Asks one policy now and then. Belongs to the scheduler's thread."""
 
-    def __init__(self, guard: "PolicyGuard[Any]", rule: ChunkRule, clock: Clock) -> None:
+    def __init__(self, guard: "PolicyGuard[Any]", rule: "ChunkRule", clock: Clock) -> None:
         self.guard = guard
         self.num_changes = 0
         """Answers that were other weights than those in use."""
@@ -91,7 +91,7 @@ class ChunkWeights:
         return weights
 
 
-def load_chunk_weights(settings: ChunkSettings, rule: ChunkRule) -> ChunkWeights | None:
+def load_chunk_weights(settings: ChunkSettings, rule: "ChunkRule") -> ChunkWeights | None:
     """The policy that the environment names; `None` without one, and for one that cannot be used,
     which is logged."""
     if settings.weights_policy is None:

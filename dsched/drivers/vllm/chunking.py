@@ -24,19 +24,20 @@ Only for the first-come policy: with priorities the order of the queue is vLLM's
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from dsched.clock import Clock, SystemClock
 from dsched.config import ChunkSettings, chunk_settings_from_environment
-from dsched.costs.presets import load_cost_models
 from dsched.drivers.agent import CHUNK_BUDGET
 from dsched.drivers.chunk_weights import ChunkWeights, load_chunk_weights
 from dsched.drivers.vllm.mixin import SchedulerMixin, log
 from dsched.drivers.wire import AgentCommand, SetStepBudget
 from dsched.ids import RequestId
-from dsched.scheduler import ChunkRule, StepPlan, StepPlanner
+
+if TYPE_CHECKING:
+    from dsched.scheduler import StepPlan, StepPlanner
 
 HOOKS: Final = ("_reserve_prefill_lookahead", "_free_request", "running", "waiting", "requests")
 """Methods and attributes of vLLM's scheduler that chunk control needs."""
@@ -62,7 +63,7 @@ NS_PER_MS: Final = 1e6
 class _Flight(NamedTuple):
     """A planned step between `schedule` and `update_from_output`."""
 
-    plan: StepPlan | None
+    plan: "StepPlan | None"
     """`None` if vLLM did otherwise, so the plan's time means nothing."""
     start_ns: int
 
@@ -72,7 +73,7 @@ class ChunkControl:
     its waiting queue."""
 
     def __init__(
-        self, planner: StepPlanner, clock: Clock, weights: ChunkWeights | None = None
+        self, planner: "StepPlanner", clock: Clock, weights: ChunkWeights | None = None
     ) -> None:
         self.planner = planner
         self.weights = weights
@@ -170,7 +171,7 @@ class ChunkControl:
         if answer is not None:
             planner.bucket_weights = answer
 
-    def _take_chunks(self, scheduler: Any, plan: StepPlan) -> None:
+    def _take_chunks(self, scheduler: Any, plan: "StepPlan") -> None:
         first = plan.num_decodes
         slots, chunks = plan.slots[first:].tolist(), plan.num_tokens[first:].tolist()
         names = [self.planner.request_id(slot) for slot in slots]
@@ -407,6 +408,10 @@ def make_chunk_control(scheduler: Any, settings: ChunkSettings) -> ChunkControl 
             "chunks.skipped reason='needs policy fcfs and chunked prefill' policy=%s", config.policy
         )
         return None
+    # Only now: with numba loaded, vLLM's CPU worker cannot be made in the same process (`verify`).
+    from dsched.costs.presets import load_cost_models
+    from dsched.scheduler import ChunkRule, StepPlanner
+
     prefill, decode = load_cost_models(settings.costs)
     rule = ChunkRule(
         max_step_tokens=scheduler.max_num_scheduled_tokens,

@@ -28,6 +28,13 @@ def test_import_of_config_brings_nothing_heavy() -> None:
     assert imported_by("import dsched.config") & set(HEAVY) == set()
 
 
+def test_vllms_scheduler_parts_do_not_load_numba() -> None:
+    """With numba loaded, vLLM's CPU worker cannot be made in the same process."""
+    parts = "import dsched.drivers.vllm.chunking, dsched.drivers.vllm.verify"
+
+    assert "numba" not in imported_by(parts)
+
+
 def test_command_line_does_not_import_its_subcommands() -> None:
     """`dsched --help` needs no numerics, no engine and no server."""
     modules = imported_by("from dsched.cli.main import make_command; make_command()")
