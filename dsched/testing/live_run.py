@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import yaml
 
 from dsched.clock import SystemClock
 from dsched.config import inherited_environment
@@ -302,22 +303,24 @@ async def dispatched(run: LiveRun) -> Counter[tuple[str, str]]:
     return counts
 
 
-def cluster_file(folder: Path, *clusters: TinyEngines) -> Path:
-    """Write a configuration with running engines, of any kind, in one pool."""
-    engines = [
-        {"id": str(engine.engine_id), "kind": cluster.kind, "url": engine.url}
-        for cluster in clusters
-        for engine in cluster.engines
-    ]
-    tokenizer = str(clusters[0].model_path)
-    document = {
-        "pools": {
-            "decode": {"model": {"name": MODEL_NAME, "tokenizer": tokenizer}, "engines": engines}
-        },
-        "faults": {"spare": "none"},
-    }
+def cluster_file(folder: Path, example: Path, *clusters: TinyEngines) -> Path:
+    """Write a cluster file of `examples/` with the running engines in place of its own.
+
+    Engines of the example that nobody runs are left out.
+    """
+    document = yaml.safe_load(example.read_text())
+    running = [(each.kind, engine) for each in clusters for engine in each.engines]
+    for pool in document["pools"].values():
+        stated, pool["engines"] = pool["engines"], []
+        for engine in stated:
+            kind, server = next((pair for pair in running if pair[0] == engine["kind"]), ("", None))
+            if server is not None:
+                running.remove((kind, server))
+                pool["engines"].append(engine | {"id": str(server.engine_id), "url": server.url})
+        pool["model"] = {"name": MODEL_NAME, "tokenizer": str(clusters[0].model_path)}
+    assert not running, f"{example} has no place for {running}"
     path = folder / "cluster.yaml"
-    path.write_text(json.dumps(document))
+    path.write_text(yaml.safe_dump(document))
     return path
 
 

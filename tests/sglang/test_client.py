@@ -36,6 +36,7 @@ from dsched.testing.sglang_engines import generate
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "clusters" / "tiny-sglang.yaml"
 NUM_STREAMS = 32
 NUM_TOKENS = 48
 PROMPT = tuple(range(20, 60))
@@ -45,7 +46,7 @@ PROMPT = tuple(range(20, 60))
 def sglang_run(sglang_dp2: TinyEngines, tmp_path: Path) -> Iterator[LiveRun]:
     """dsched over the server."""
     with running_dsched(
-        ("-c", str(cluster_file(tmp_path, sglang_dp2))),
+        ("-c", str(cluster_file(tmp_path, EXAMPLE, sglang_dp2))),
         state_dir=tmp_path,
         num_engines=1,
         agent_endpoint=sglang_dp2.agent_endpoint,

@@ -30,6 +30,7 @@ from dsched.testing.live_run import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.sglang, pytest.mark.slow]
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "clusters" / "tiny-mixed.yaml"
 NUM_STREAMS = 24
 NUM_TOKENS = 400
 """Long enough that all streams are live when SGLang dies."""
@@ -43,7 +44,7 @@ def mixed_run(
 ) -> Iterator[LiveRun]:
     """dsched over both. The agents of the vLLM engine report elsewhere."""
     with running_dsched(
-        ("-c", str(cluster_file(tmp_path, vllm_engines, sglang_dp2))),
+        ("-c", str(cluster_file(tmp_path, EXAMPLE, vllm_engines, sglang_dp2))),
         state_dir=tmp_path,
         num_engines=2,
         agent_endpoint=sglang_dp2.agent_endpoint,

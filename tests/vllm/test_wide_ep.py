@@ -32,6 +32,7 @@ from dsched.testing.recorders import RecordingListener, RecordingSink
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "clusters" / "tiny-wide-ep-vllm.yaml"
 NUM_STREAMS = 40
 NUM_TOKENS = 48
 NUM_LIVE_STREAMS = 24
@@ -43,7 +44,7 @@ NUM_LIVE_TOKENS = 600
 def group_run(vllm_group: TinyEngines, tmp_path: Path) -> Iterator[LiveRun]:
     """dsched over the group alone."""
     with running_dsched(
-        ("-c", str(cluster_file(tmp_path, vllm_group))),
+        ("-c", str(cluster_file(tmp_path, EXAMPLE, vllm_group))),
         state_dir=tmp_path,
         num_engines=1,
         agent_endpoint=vllm_group.agent_endpoint,
@@ -57,7 +58,7 @@ def mixed_run(
 ) -> Iterator[LiveRun]:
     """dsched over the group and a server of one rank, which reports to nobody."""
     with running_dsched(
-        ("-c", str(cluster_file(tmp_path, vllm_group, vllm_engines))),
+        ("-c", str(cluster_file(tmp_path, EXAMPLE, vllm_group, vllm_engines))),
         state_dir=tmp_path,
         num_engines=2,
         agent_endpoint=vllm_group.agent_endpoint,
