@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import urllib.request
 from pathlib import Path
 
 import aiohttp
 import msgspec
 import pytest
 import typer
+from command_line import run_dsched
 from double_cluster import MODEL, PROMPT, Cluster
 from test_faults import ask, lose_server_after
+from test_run_process import SIM_MODEL, start, stop
 
 from dsched.cli.drain import ask_every_dsched
 from dsched.cli.explain import _from_live
@@ -215,3 +218,43 @@ async def test_a_small_ring_forgets_whole_requests_first(cluster: Cluster) -> No
     assert len(ring) <= 256 + 8
     assert replay(ring).first is None
     assert not any(isinstance(record, HandedOff) for record in ring)
+
+
+@pytest.mark.slow
+def test_the_commands_as_a_person_types_them(tmp_path: Path) -> None:
+    """Over a process with simulated engines: start, ask, explain, status, stop, replay."""
+    running = start(tmp_path)
+    state = ("--state-dir", str(running.state_dir))
+
+    def command(*args: str) -> str:
+        done = run_dsched(*args)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    try:
+        assert "recording to " in command("trace", "start", "night.dtrace", *state)
+        body = {"model": SIM_MODEL, "prompt": "one two three", "max_tokens": 5}
+        request = urllib.request.Request(
+            f"{running.url}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"content-type": "application/json", "x-request-id": "my-request-1"},
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert answer.headers["x-request-id"] == "my-request-1"
+            answer.read()
+
+        story = command("explain", "my-request-1", *state)
+        status = command("trace", "status", *state)
+        stopped = command("trace", "stop", *state)
+        path = running.state_dir / "night.dtrace"
+        again = command("replay", str(path))
+        from_file = command("explain", "my-request-1", "--trace", str(path))
+    finally:
+        assert stop(running) == 0
+
+    assert "attempt 1 goes to " in story
+    assert "ended: " in story
+    assert story == from_file
+    assert "recording to " in status
+    assert f"{path}: " in stopped
+    assert "differences: 0" in again

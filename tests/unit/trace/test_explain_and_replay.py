@@ -1,15 +1,11 @@
 """`dsched explain` and `dsched replay` over files: what they print, and what bad input gets."""
 
-import contextlib
-import io
 import json
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from command_line import run_dsched as dsched
 
-from dsched.cli.main import main
 from dsched.cli.replay import parse_changes
 from dsched.errors import ConfigError
 from dsched.rng import stream
@@ -17,31 +13,6 @@ from dsched.sim.faults import FaultPlan, run_faults
 from dsched.sim.recording import recording
 from dsched.trace import TraceReader, as_text, newest_request_ids, tell
 from dsched.trace.records import HandedOff, Held, Picked
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command left behind."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def dsched(*args: object) -> Done:
-    """Run the command line in this process, as the console script does."""
-    out, err = io.StringIO(), io.StringIO()
-    status = 0
-    argv = sys.argv
-    sys.argv = ["dsched", *map(str, args)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main()
-    except SystemExit as end:
-        status = int(end.code or 0)
-    finally:
-        sys.argv = argv
-    return Done(status, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
