@@ -5,7 +5,7 @@ gives the load of this moment. Without an answer, what the registry has is shown
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -121,13 +121,8 @@ def print_workers(found: FoundWorkers, console: Console) -> None:
         console.print(f"pool {pool}: {models}", highlight=False, style="bold")
         console.print(_to_table(engines))
         for engine in engines:
-            if engine.state != "up" and engine.reason:
-                console.print(
-                    f"{engine.engine_id} is {engine.state}: {engine.reason}",
-                    highlight=False,
-                    markup=False,
-                    soft_wrap=True,
-                )
+            for text in _remarks(engine):
+                console.print(text, highlight=False, markup=False, soft_wrap=True)
     leader = found.view.leader
     for instance in found.view.instances:
         is_leader = leader is not None and leader.instance_id == instance.instance_id
@@ -143,6 +138,15 @@ def print_workers(found: FoundWorkers, console: Console) -> None:
         console.print(f"Registry key {key} is of another dsched version; left out.")
     for text in (*found.view.conflicts, *([found.fault] if found.fault else [])):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _remarks(engine: EngineRow) -> Iterator[str]:
+    """What is to be said of an engine beside its numbers."""
+    if engine.state != "up" and engine.reason:
+        yield f"{engine.engine_id} is {engine.state}: {engine.reason}"
+    if engine.missing:
+        version = f" ({engine.kind} {engine.version})" if engine.version else ""
+        yield f"{engine.engine_id}{version} runs without {', '.join(engine.missing)}"
 
 
 def _to_table(engines: Sequence[EngineRow]) -> Table:

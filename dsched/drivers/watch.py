@@ -141,6 +141,11 @@ class EngineWatch:
         self._is_up = False
         self._version: str | None = None
 
+    @property
+    def version(self) -> str | None:
+        """The engine's version, as it was told last."""
+        return self._version
+
     def wake(self) -> None:
         """Look now instead of at the next interval."""
         self._is_woken.set()

@@ -54,6 +54,10 @@ class EngineRow(Record, frozen=True, kw_only=True):
     url: str | None = None
     reason: str | None = None
     """Why it is not up."""
+    version: str | None = None
+    """The engine's own, as far as it says."""
+    missing: tuple[str, ...] = ()
+    """Features that its agents could not attach, or had to switch off; sorted."""
     ranks: tuple[RankRow, ...] = ()
 
 

@@ -141,3 +141,18 @@ def test_rank_row_refuses_what_is_no_count() -> None:
     """The registry's values are checked when they are read."""
     with pytest.raises(msgspec.ValidationError, match=">= 0"):
         msgspec.json.decode(msgspec.json.encode(engine("a", num_running=-1).ranks[0]), type=RankRow)
+
+
+def test_engine_that_lacks_features_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is off is a sentence; an engine that has everything gets none."""
+    whole = engine("e1", num_running=1)
+    poor = msgspec.structs.replace(
+        engine("e2", num_running=1), kind="sglang", version="0.9.1", missing=("chunks", "eplb")
+    )
+    view = WorkersView(engines=(whole, poor))
+
+    print_workers(FoundWorkers(view=view, source="live"), Console(width=100))
+    out = capsys.readouterr().out
+
+    assert "e2 (sglang 0.9.1) runs without chunks, eplb" in out
+    assert "e1 runs" not in out
