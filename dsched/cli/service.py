@@ -47,6 +47,8 @@ from dsched.controller import (
 from dsched.costs.prefill import PrefillCostModel
 from dsched.costs.presets import load_cost_models
 from dsched.drivers.local import STOP_GRACE_S
+from dsched.drivers.base import Driver
+from dsched.drivers.http_driver import HttpDriver
 from dsched.drivers.reports import ReportReader
 from dsched.errors import ConfigError
 from dsched.faults import MemoryJournal, SqliteJournal, TokenJournal
@@ -274,7 +276,11 @@ class Service:
 
     def _engine_rows(self) -> tuple[EngineRow, ...]:
         return tuple(
-            _engine_row(status, url=self.fleet.urls.get(status.engine_id))
+            _engine_row(
+                status,
+                url=self.fleet.urls.get(status.engine_id),
+                driver=self.fleet.drivers.get(status.engine_id),
+            )
             for status in self.controller.engine_statuses()
         )
 
@@ -370,8 +376,9 @@ def _needs_agents(config: Config) -> bool:
     return config.launch.engine != "sim"
 
 
-def _engine_row(status: EngineStatus, *, url: str | None) -> EngineRow:
+def _engine_row(status: EngineStatus, *, url: str | None, driver: Driver | None) -> EngineRow:
     state = status.state.name.lower()
+    server = driver if isinstance(driver, HttpDriver) else None
     return EngineRow(
         engine_id=status.engine_id,
         pool=status.pool,
@@ -380,6 +387,8 @@ def _engine_row(status: EngineStatus, *, url: str | None) -> EngineRow:
         state=state,  # type: ignore[arg-type]  # RankState's names are the registry's
         url=url,
         reason=status.reason or None,
+        version=None if server is None else server.engine_version,
+        missing=() if server is None else server.lost_features,
         ranks=tuple(_rank_row(rank, state=rank.state.name.lower()) for rank in status.ranks),
     )
 

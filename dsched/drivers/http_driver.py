@@ -134,6 +134,11 @@ class HttpDriver:
         return len(self._attempts)
 
     @property
+    def engine_version(self) -> str | None:
+        """The engine's own version, as far as it was told."""
+        return None if self._watch is None else self._watch.version
+
+    @property
     def lost_features(self) -> tuple[str, ...]:
         """Features that an agent of this engine could not attach or had to switch off."""
         names = {name: None for hello in self._hellos.values() for name in hello.missing}
