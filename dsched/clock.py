@@ -24,6 +24,11 @@ def thread_time_ns() -> int:
     return time.thread_time_ns()
 
 
+def wall_time_ns() -> int:
+    """Nanoseconds since 1970, for spans that meet those of other programs."""
+    return time.time_ns()
+
+
 def wall_time_s() -> int:
     """Seconds since 1970, for fields that a client reads (`created`). Never used to decide."""
     return int(time.time())

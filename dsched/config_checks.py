@@ -28,6 +28,7 @@ def check_config(config: Config) -> Config:
     _check_policy(config.routing.policy, config.routing.policy_args)
     _check_endpoint("$.agent.endpoint", config.agent.endpoint)
     _check_registry_url(config)
+    _check_otel_endpoint(config.otel.endpoint)
     config = replace(
         config,
         pools={
@@ -70,6 +71,14 @@ def _check_endpoint(path: str, endpoint: str) -> None:
         is_port = port.isdecimal() and int(port) <= 65_535
         if not colon or not (is_port or port == "*"):
             raise ConfigError(f"{path}: {endpoint!r} needs a port, as in tcp://127.0.0.1:8002")
+
+
+def _check_otel_endpoint(endpoint: str | None) -> None:
+    if endpoint is None:
+        return
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"$.otel.endpoint: {endpoint!r} is not http://HOST:4318/v1/traces")
 
 
 def _check_registry_url(config: Config) -> None:

@@ -29,6 +29,7 @@ from dsched.cli.metric_sources import (
     registry_samples,
     reload_samples,
 )
+from dsched.cli.otel_setup import make_tracer
 from dsched.cli.policy_setup import PolicyReloader, make_policies
 from dsched.cli.rank_watches import RankWatches
 from dsched.cli.rebalancing import Rebalancing
@@ -55,6 +56,7 @@ from dsched.faults import MemoryJournal, SqliteJournal, TokenJournal
 from dsched.faults.progress import ProgressLimits
 from dsched.frontdoor.door import FrontDoor
 from dsched.frontdoor.live_sampler import LiveSampler
+from dsched.frontdoor.spans import RequestSpans
 from dsched.ids import AttemptIds, DpRank, EngineId, RankId
 from dsched.metrics import MetricsExporter, Sample
 from dsched.plugins import RebalanceView
@@ -63,6 +65,7 @@ from dsched.registry.records import EngineRow, InstanceRow, RankRow, WorkersView
 from dsched.routing import DecodeRouter, PrefillRouter, RoutingRequest
 from dsched.routing.snapshot import ViewWatch
 from dsched.sim.loop import AsyncioTimers
+from dsched.trace import Recorder
 
 log = structlog.get_logger(__name__)
 
@@ -85,6 +88,7 @@ class Service:
         self._reloader = PolicyReloader(loaded)
         self._tasks: list[asyncio.Task[None]] = []
         self._stops = StopStack()
+        self._spans: RequestSpans | None = None
 
     async def start(self) -> None:
         """Start everything.
@@ -191,7 +195,7 @@ class Service:
                 settings=self._settings,
                 observer=Observers(self.faults, self.live, *self.rebalancing.observers),
                 policies=self._policies,
-                recorder=self.trace.recorder,
+                recorder=self._make_recorder(),
             )
         except ValueError as error:  # engines or EP groups that do not go together
             raise ConfigError(f"$.pools: {error}") from error
@@ -200,6 +204,16 @@ class Service:
         self._stops.add("policies", self._close_policies)
         self._stops.add("tick host", host.close)
         self._stops.add("controller", self.controller.close)
+
+    def _make_recorder(self) -> Recorder:
+        """What hears the controller: the decision trace, and before it spans if they are wanted."""
+        made = make_tracer(self.config.otel, instance_id=self.instance_id)
+        if made is None:
+            return self.trace.recorder
+        tracer, stop = made
+        self._stops.add("spans", lambda: asyncio.to_thread(stop))
+        self._spans = RequestSpans(tracer, clock=self._clock, recorder=self.trace.recorder)
+        return self._spans.as_recorder()
 
     def _start_rank_watches(self) -> None:
         mode = self.config.faults.engine_recovery
@@ -232,6 +246,8 @@ class Service:
             engines=EngineAdmin(self.controller),
             trace=self.trace,
             live=self.live,
+            metrics=self._spans,
+            tracer=self._spans,
             clock=self._clock,
             process_tag=self._process_tag & 0xFFFF_FFFF,
         )

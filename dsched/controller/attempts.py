@@ -57,6 +57,7 @@ def begin_attempt(state: ControllerState, run: RequestRun, now_ns: int) -> Dispa
             prompt_token_ids=attempt.prompt_token_ids,
             sampling=attempt.sampling,
             priority=run.request.priority,
+            trace=run.request.trace,
             kv_transfer=None if run.transfer is None else run.transfer.params,
             kv_meeting=run.prefill.meeting if run.prefill is not None else None,
         ),

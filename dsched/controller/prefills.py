@@ -173,6 +173,7 @@ class Prefills:
                 prompt_token_ids=attempt.prompt_token_ids,
                 sampling=prefill_sampling(attempt.sampling),
                 priority=run.request.priority,
+                trace=run.request.trace,
                 is_prefill=True,
                 kv_meeting=half.meeting,
             ),

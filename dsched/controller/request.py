@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from dsched.drivers.base import EngineCapabilities, FinishReason
-from dsched.drivers.wire import SamplingParams, TokenLogprob
+from dsched.drivers.wire import SamplingParams, TokenLogprob, TraceContext
 from dsched.ids import DpRank, RequestId
 
 
@@ -33,6 +33,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The client gave the id itself, so the journal may know the request from before a restart."""
     num_client_tokens: int | None = None
     """Output tokens that the client has already, by its `Last-Event-ID`."""
+    trace: TraceContext | None = None
+    """The trace that it belongs to; passed on to engines."""
 
 
 class RequestFinish(msgspec.Struct, frozen=True, kw_only=True):

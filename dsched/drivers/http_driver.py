@@ -31,7 +31,14 @@ from dsched.drivers.reports import ReportReader
 from dsched.drivers.stream import AnswerReader
 from dsched.drivers.url import normalize_engine_url
 from dsched.drivers.watch import EngineHints, EngineInspector, EngineWatch
-from dsched.drivers.wire import AgentGoodbye, AgentHello, GenerateCommand, RankReport, SetStepBudget
+from dsched.drivers.wire import (
+    AgentGoodbye,
+    AgentHello,
+    GenerateCommand,
+    RankReport,
+    SetStepBudget,
+    TraceContext,
+)
 from dsched.errors import DriverError, EngineUnreachableError
 from dsched.ids import AttemptId, DpRank, EngineId, RankId
 from dsched.states import Evidence
@@ -78,6 +85,13 @@ class Dialect(Protocol):
     def translate_refusal(self, status: int, body: bytes) -> DriverError:
         """Return the error for an answer whose status is not 200, in the engine's own words."""
         ...
+
+
+def _trace_headers(trace: TraceContext) -> Headers:
+    headers = [(b"traceparent", trace.parent.encode())]
+    if trace.state is not None:
+        headers.append((b"tracestate", trace.state.encode()))
+    return headers
 
 
 class HttpDriver:
@@ -181,8 +195,11 @@ class HttpDriver:
             return
         attempt = _Attempt(self, attempt_id, sink, reader=self._dialect.reader(command))
         self._attempts[attempt_id] = attempt
+        headers = request.headers
+        if command.trace is not None:
+            headers = [*headers, *_trace_headers(command.trace)]
         attempt.exchange = self._pool.request(
-            "POST", request.path, headers=request.headers, body=request.body, receiver=attempt
+            "POST", request.path, headers=headers, body=request.body, receiver=attempt
         )
 
     def abort(self, attempt_id: AttemptId) -> None:

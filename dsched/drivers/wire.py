@@ -66,6 +66,15 @@ class KvMeeting(Wire, frozen=True, kw_only=True):
     """Drawn for each pair."""
 
 
+class TraceContext(Wire, frozen=True, kw_only=True):
+    """W3C trace context of a request, checked: the values of its two headers."""
+
+    parent: str
+    """`traceparent`."""
+    state: str | None = None
+    """`tracestate`."""
+
+
 class GenerateCommand(Wire, frozen=True, kw_only=True):
     """Compute one attempt of one request on one DP rank.
 
@@ -89,6 +98,8 @@ class GenerateCommand(Wire, frozen=True, kw_only=True):
     """
     kv_meeting: KvMeeting | None = None
     """For both halves, where the engines meet for every request."""
+    trace: TraceContext | None = None
+    """Passed on to the engine, so that its spans join the client's trace."""
 
 
 class RankReport(Wire, frozen=True, kw_only=True, tag="report"):

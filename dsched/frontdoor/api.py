@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from dsched.clock import Clock, wall_time_s
 from dsched.config import FrontDoorConfig
 from dsched.controller.request import ControlPlane, InferenceRequest, ModelInfo
+from dsched.drivers.wire import TraceContext
 from dsched.frontdoor.answer import Answer
 from dsched.frontdoor.connection import ClientConnection, Headers
 from dsched.frontdoor.errors import ApiError, bad_request, echo
@@ -28,8 +29,10 @@ from dsched.frontdoor.heads import HttpRequest
 from dsched.frontdoor.intake import Intake, make_intake
 from dsched.frontdoor.models import ServedModel
 from dsched.frontdoor.schema import parse_chat, parse_completion
+from dsched.frontdoor.spans import RequestTracer
 from dsched.frontdoor.stats import MS, Api, FrontDoorMetrics, FrontDoorStats, RequestRecord
 from dsched.frontdoor.text import StopFinder
+from dsched.frontdoor.trace_context import TRACEPARENT, read_trace_context
 from dsched.ids import RequestId
 
 INLINE_CHARS = 4_096
@@ -58,6 +61,7 @@ class CompletionApi:
         metrics: FrontDoorMetrics,
         clock: Clock,
         process_tag: int,
+        tracer: RequestTracer | None = None,
     ) -> None:
         """`process_tag` makes this process's request ids differ from those of others."""
         self._control = control
@@ -65,6 +69,7 @@ class CompletionApi:
         self._settings = settings
         self._stats = stats
         self._metrics = metrics
+        self._tracer = tracer
         self._clock = clock
         self._id_prefix = f"{process_tag & 0xFFFFFFFF:08x}"
         self._num_ids = 0
@@ -93,6 +98,8 @@ class CompletionApi:
             body = parse(request.body)
             served, info = self._find_model(body.model)
             call.names = _names_of(request)
+            if TRACEPARENT in request.fields:
+                call.trace = read_trace_context(request.fields)
             rank = request.header(b"x-data-parallel-rank")
             intake = make_intake(body, served=served, info=info, rank_header=rank)
             if intake.num_chars <= INLINE_CHARS:
@@ -129,6 +136,16 @@ class CompletionApi:
             request = replace(
                 request, tenant=names.get("tenant", ""), session=names.get("session", "")
             )
+        if self._tracer is not None:
+            call.trace = self._tracer.begin_request(
+                request.request_id,
+                model=request.model,
+                start_ns=call.start_ns,
+                context=call.trace,
+            )
+        if call.trace is not None:
+            request = replace(request, trace=call.trace)
+            call.headers = [*call.headers, (TRACEPARENT, call.trace.parent.encode())]
         answer = self._make_answer(call, intake, request)
         call.connection.attach(answer)
         self._open[request.request_id] = answer
@@ -269,6 +286,7 @@ class Call:
         "num_client_tokens",
         "request_id",
         "start_ns",
+        "trace",
     )
 
     def __init__(
@@ -290,6 +308,8 @@ class Call:
         self.num_client_tokens: int | None = None
         self.names: dict[str, str] = {}
         """Tenant and session, where the client says them."""
+        self.trace: TraceContext | None = None
+        """The trace that the request belongs to."""
 
     def refuse(self, error: ApiError) -> None:
         self._api.count_refusal(error.status)

@@ -18,6 +18,7 @@ from dsched.frontdoor.heads import HttpRequest
 from dsched.frontdoor.live_routes import LiveSource
 from dsched.frontdoor.models import ServedModel
 from dsched.frontdoor.server import HttpServer
+from dsched.frontdoor.spans import RequestTracer
 from dsched.frontdoor.stats import Api, FrontDoorMetrics, FrontDoorStats, NoMetrics
 from dsched.frontdoor.trace_routes import TraceControl
 from dsched.metrics import MetricsExporter
@@ -50,6 +51,7 @@ class FrontDoor:
         config: Snapshot = dict,
         engines: EngineControl | None = None,
         live: LiveSource | None = None,
+        tracer: RequestTracer | None = None,
         trace: TraceControl | None = None,
         clock: Clock | None = None,
         process_tag: int = 0,
@@ -74,6 +76,7 @@ class FrontDoor:
             metrics=metrics or NoMetrics(),
             clock=clock or SystemClock(),
             process_tag=process_tag,
+            tracer=tracer,
         )
         app = make_app(
             control=control,
