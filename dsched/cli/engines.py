@@ -160,7 +160,7 @@ class FleetBuilder:
 
     def _add_sim(self, engine_id: EngineId, model: str, config: SimEngineConfig) -> None:
         sim = self._config.sim
-        engine = SimEngine(config, model=build_sim_model(), cost=_sim_cost(sim))
+        engine = SimEngine(config, model=build_sim_model(), cost=sim_cost(sim))
         self.fleet.drivers[engine_id] = SimDriver(
             engine_id,
             engine,
@@ -306,7 +306,8 @@ def _sim_config(sim: SimConfig, engine: EngineConfig | None) -> SimEngineConfig:
         raise ConfigError(f"$.sim: {error}") from error
 
 
-def _sim_cost(sim: SimConfig) -> AffineStepCost:
+def sim_cost(sim: SimConfig) -> AffineStepCost:
+    """What the steps of simulated engines cost."""
     return AffineStepCost(
         base_ns=sim.step_base_us * 1e3,
         per_decode_request_ns=sim.request_cost_us * 1e3,

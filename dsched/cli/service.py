@@ -15,7 +15,7 @@ import structlog
 
 from dsched import __version__
 from dsched.cli.engine_admin import EngineAdmin
-from dsched.cli.engines import Fleet, FleetBuilder
+from dsched.cli.engines import Fleet, FleetBuilder, sim_cost
 from dsched.cli.live_process import LiveProcess, Observers
 from dsched.cli.metric_sources import (
     FaultStats,
@@ -47,9 +47,9 @@ from dsched.controller import (
 )
 from dsched.costs.prefill import PrefillCostModel
 from dsched.costs.presets import load_cost_models
-from dsched.drivers.local import STOP_GRACE_S
 from dsched.drivers.base import Driver
 from dsched.drivers.http_driver import HttpDriver
+from dsched.drivers.local import STOP_GRACE_S
 from dsched.drivers.reports import ReportReader
 from dsched.errors import ConfigError
 from dsched.faults import MemoryJournal, SqliteJournal, TokenJournal
@@ -375,11 +375,7 @@ def _prefill_costs(config: Config) -> PrefillCostModel | None:
     """
     named = config.routing.prefill_costs
     if named is None and not _needs_agents(config):
-        return PrefillCostModel.from_coefficients(
-            fixed_s=config.sim.step_base_us * 1e-6,
-            token_s=max(config.sim.prefill_token_cost_us * 1e-6, 1e-9),
-            attention_s=0.0,
-        )
+        return PrefillCostModel.from_affine(sim_cost(config.sim))
     try:
         return load_cost_models(named)[0]
     except ConfigError as error:

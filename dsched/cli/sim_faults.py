@@ -28,6 +28,10 @@ def faults(
     ] = None,
     engines: Annotated[int, typer.Option("--engines", min=1, help="Engines.")] = 3,
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="DP ranks of each.")] = 2,
+    prefill_engines: Annotated[
+        int,
+        typer.Option("--prefill-engines", min=0, help="More engines, that compute the prompts."),
+    ] = 0,
     requests: Annotated[int, typer.Option("--requests", min=1, help="Requests a seed.")] = 40,
     faults_per_s: Annotated[
         float, typer.Option("--faults-per-s", min=0, help="Crashes, freezes and so on.")
@@ -49,7 +53,11 @@ def faults(
     stop and everything must finish. Status 1 and a line with the seed when a promise was broken.
     """
     plan = FaultPlan(
-        num_engines=engines, num_ranks=ranks, num_requests=requests, faults_per_s=faults_per_s
+        num_engines=engines,
+        num_prefill_engines=prefill_engines,
+        num_ranks=ranks,
+        num_requests=requests,
+        faults_per_s=faults_per_s,
     )
     wanted = parse_seeds(seeds) if seeds is not None else range(seed, seed + 1)
     if record is not None and seeds is not None:
@@ -112,7 +120,7 @@ def _table(reports: list[FaultReport]) -> Table:
     ):
         total = sum(getattr(report, name) for report in reports)
         table.add_row(name.removeprefix("num_").replace("_", " "), f"{total:,}")
-    for kind in ("handoffs", "faults"):
+    for kind in ("handoffs", "prefills", "faults"):
         counts: dict[str, int] = {}
         for report in reports:
             for name, count in getattr(report, kind).items():

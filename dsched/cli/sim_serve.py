@@ -50,6 +50,10 @@ def serve(
     ] = None,
     ranks: Annotated[int, typer.Option("--ranks", help="DP ranks of each engine.")] = 8,
     engines: Annotated[int, typer.Option("--engines", help="Engines.")] = 1,
+    prefill_engines: Annotated[
+        int,
+        typer.Option("--prefill-engines", min=0, help="More engines, that compute the prompts."),
+    ] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of all randomness.")] = 0,
     policy: Annotated[
         SimPolicy, typer.Option("--policy", help="How requests are placed.")
@@ -120,6 +124,7 @@ def serve(
         "kv_policy": kv_policy.value,
         "limit": limit,
         "max_running_requests": max_running_requests,
+        "prefill_engines": prefill_engines,
         "prefix_cache_tokens": prefix_cache_tokens,
         "rate_scale": rate_scale,
         "step_tokens": step_tokens,
@@ -150,7 +155,12 @@ def serve(
         )
         with recording(record, source="sim serve", seed=seed, options=options) as recorder:
             cluster = SimCluster(
-                num_engines=engines, engine=engine, policy=policy, recorder=recorder, seed=seed
+                num_engines=engines,
+                num_prefill_engines=prefill_engines,
+                engine=engine,
+                policy=policy,
+                recorder=recorder,
+                seed=seed,
             )
             report = _replay(cluster, workload, options)
     except ValueError as error:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dsched.costs import kernels
+from dsched.costs.affine import AffineStepCost
 from dsched.costs.online import OnlineFactors, OnlineState
 from dsched.costs.prefill_fit import (
     NS,
@@ -122,6 +123,15 @@ class PrefillCostModel:
         base.coefficients[kernels.TOPK_TOKENS] = 0 if topk_tokens is None else topk_tokens
         online = None if forgetting is None else OnlineFactors(len(PARTS), forgetting=forgetting)
         return cls(base, online=online)
+
+    @classmethod
+    def from_affine(cls, cost: AffineStepCost) -> "PrefillCostModel":
+        """Return what a simulated engine of that cost does; a token costs at least a nanosecond."""
+        return cls.from_coefficients(
+            fixed_s=cost.base_ns / NS,
+            token_s=max(cost.per_prefill_token_ns, 1.0) / NS,
+            attention_s=cost.per_prefill_context_ns / NS,
+        )
 
     @classmethod
     def fit(

@@ -31,6 +31,7 @@ from dsched.controller import (
 )
 from dsched.controller.request import InferenceRequest, RequestError, RequestFinish, RequestStream
 from dsched.costs.affine import AffineStepCost
+from dsched.costs.prefill import PrefillCostModel
 from dsched.drivers.wire import SamplingParams, TokenLogprob
 from dsched.errors import InvariantError
 from dsched.faults import MemoryJournal
@@ -39,11 +40,13 @@ from dsched.logs import stay_quiet_unless_configured
 from dsched.rng import stream
 from dsched.sim.driver import ReportFaults, SimDriver
 from dsched.sim.engine import SimEngine, SimEngineConfig, StepCost
+from dsched.sim.kv_store import SimKvStore
 from dsched.sim.loop import SimLoop
 from dsched.sim.model import SimModel
 from dsched.sim.prompts import PromptMaker, check_prompts
 from dsched.sim.report import ReplayReport, RequestTimes, StepMeter
 from dsched.sim.traces import Trace
+from dsched.states import PoolRole
 from dsched.trace import Recorder
 
 MODEL_NAME = "sim"
@@ -90,10 +93,18 @@ class _RankJournal(MemoryJournal):
         self.rank_of: dict[RequestId, RankId] = {}
 
     def begin_attempt(
-        self, request_id: RequestId, *, attempt_id: AttemptId, epoch: int, target: RankId
+        self,
+        request_id: RequestId,
+        *,
+        attempt_id: AttemptId,
+        epoch: int,
+        target: RankId,
+        prefill: RankId | None = None,
     ) -> int:
         self.rank_of[request_id] = target
-        return super().begin_attempt(request_id, attempt_id=attempt_id, epoch=epoch, target=target)
+        return super().begin_attempt(
+            request_id, attempt_id=attempt_id, epoch=epoch, target=target, prefill=prefill
+        )
 
 
 class _Listener:
@@ -142,6 +153,7 @@ class SimCluster:
         self,
         *,
         num_engines: int = 1,
+        num_prefill_engines: int = 0,
         engine: SimEngineConfig | None = None,
         model: SimModel | None = None,
         cost: StepCost | None = None,
@@ -154,9 +166,13 @@ class SimCluster:
         is_batching: bool = True,
     ) -> None:
         """`settings` are the controller's; without them it waits for room as long as it takes and
-        is priced by the cost model. `is_batching=False` delivers every token at its own time."""
+        is priced by the cost model. `is_batching=False` delivers every token at its own time.
+        `num_prefill_engines` engines of the same size compute the prompts of the others, in a pool
+        of their own; steps and balance are those of the others."""
         if num_engines < 1:
             raise ValueError(f"num_engines {num_engines} must be at least 1")
+        if num_prefill_engines < 0:
+            raise ValueError(f"num_prefill_engines {num_prefill_engines} must not be negative")
         stay_quiet_unless_configured()
         if seed < 0:
             raise ValueError(f"seed {seed} must not be negative")
@@ -168,8 +184,11 @@ class SimCluster:
         self.loop = SimLoop()
         self.meter = StepMeter(idle_rank_ns=_idle_rank_ns(self.cost))
         self.drivers: dict[EngineId, SimDriver] = {}
-        for number in range(num_engines):
-            engine_id = EngineId(f"sim-{number:03d}")
+        names = [EngineId(f"sim-{number:03d}") for number in range(num_engines)]
+        prefill_names = [EngineId(f"prefill-{number:03d}") for number in range(num_prefill_engines)]
+        self.num_engines = num_engines
+        kv_store = SimKvStore()
+        for engine_id in (*names, *prefill_names):
             driver = SimDriver(
                 engine_id,
                 SimEngine(self.config, self.model, self.cost),
@@ -178,22 +197,15 @@ class SimCluster:
                 batch=self.loop.batch if is_batching else None,
                 report_faults=report_faults,
                 rng=stream(seed, f"reports.{engine_id}"),
+                kv_store=kv_store,
             )
-            driver.on_step = self._measure_step
+            if engine_id in names:
+                driver.on_step = self._measure_step
             self.drivers[engine_id] = driver
         self.journal = _RankJournal()
         host = SimHost(self.loop)
         self.controller = Controller(
-            pools=[
-                PoolSpec(
-                    name=MODEL_NAME,
-                    model=MODEL_NAME,
-                    engines=tuple(
-                        EngineSpec(engine_id=engine_id, model=MODEL_NAME)
-                        for engine_id in self.drivers
-                    ),
-                )
-            ],
+            pools=_make_pools(names, prefill_names),
             drivers=self.drivers,
             journal=self.journal,
             clock=self.loop.clock,
@@ -211,8 +223,8 @@ class SimCluster:
 
     @property
     def num_ranks(self) -> int:
-        """DP ranks of all engines."""
-        return len(self.drivers) * self.config.num_dp_ranks
+        """DP ranks of all engines that decode."""
+        return self.num_engines * self.config.num_dp_ranks
 
     def start(self) -> None:
         """Let the controller meet its engines."""
@@ -274,7 +286,7 @@ class SimCluster:
             source=trace.source,
             seed=self.seed,
             policy=self.policy.value,
-            num_engines=len(self.drivers),
+            num_engines=self.num_engines,
             num_dp_ranks=self.config.num_dp_ranks,
             rows=trace.counts,
             num_replayed=trace.num_requests,
@@ -307,6 +319,19 @@ class SimCluster:
             duration_ns=duration_ns,
             num_tokens=int(engine.last_step_tokens.sum()),
         )
+
+
+def _make_pools(names: Sequence[EngineId], prefill_names: Sequence[EngineId]) -> list[PoolSpec]:
+    def make(name: str, role: PoolRole, engine_ids: Sequence[EngineId]) -> PoolSpec:
+        specs = (EngineSpec(engine_id=engine_id, model=MODEL_NAME) for engine_id in engine_ids)
+        return PoolSpec(name=name, role=role, model=MODEL_NAME, engines=tuple(specs))
+
+    if not prefill_names:
+        return [make(MODEL_NAME, PoolRole.COMBINED, names)]
+    return [
+        make(MODEL_NAME, PoolRole.DECODE, names),
+        make(f"{MODEL_NAME}-prefill", PoolRole.PREFILL, prefill_names),
+    ]
 
 
 class _Replay:
@@ -448,6 +473,9 @@ def patient_settings(cost: StepCost, policy: SimPolicy) -> ControllerSettings:
         queue_timeout_ns=PATIENCE_NS,
         request_cost_ns=max(0.0, request_ns),
         kv_token_cost_ns=max(0.0, kv_token_ns),
+        prefill_costs=(
+            PrefillCostModel.from_affine(cost) if isinstance(cost, AffineStepCost) else None
+        ),
     )
     if policy is SimPolicy.LEAST_REQUESTS:
         return replace(settings, request_cost_ns=1.0, kv_token_cost_ns=0.0)

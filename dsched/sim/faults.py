@@ -42,9 +42,10 @@ from dsched.rng import stream
 from dsched.sim.cluster import SimHost, no_greetings
 from dsched.sim.driver import SimDriver
 from dsched.sim.engine import SimEngine, SimEngineConfig
+from dsched.sim.kv_store import KvLinkConfig, SimKvStore
 from dsched.sim.loop import SimLoop
 from dsched.sim.model import SimModel
-from dsched.states import Evidence, RankState
+from dsched.states import Evidence, PoolRole, RankState
 from dsched.trace import Recorder
 
 MS = 1_000_000
@@ -65,6 +66,8 @@ class FaultPlan:
     """What goes wrong, and how often."""
 
     num_engines: int = 3
+    num_prefill_engines: int = 0
+    """Above 0: these compute prompts in a pool of their own, and the others decode."""
     num_ranks: int = 2
     num_requests: int = 40
     duration_s: float = 20.0
@@ -83,6 +86,8 @@ class FaultPlan:
         for name in ("num_engines", "num_ranks", "num_requests"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.num_prefill_engines < 0:
+            raise ValueError(f"num_prefill_engines {self.num_prefill_engines} is negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +109,8 @@ class FaultReport:
     num_fenced_tokens: int
     handoffs: dict[str, int]
     """By method."""
+    prefills: dict[str, int]
+    """Prompts of separate pools by what became of them."""
     faults: dict[str, int]
     """By kind."""
     max_gap_s: float
@@ -269,6 +276,12 @@ class _LateListener:
     ) -> None:
         self._listener.on_engine_down(engine_id, reason, evidence)
 
+    def on_rank_lost(self, rank_id: RankId, reason: str) -> None:
+        self._listener.on_rank_lost(rank_id, reason)
+
+    def on_rank_back(self, rank_id: RankId) -> None:
+        self._listener.on_rank_back(rank_id)
+
     def on_report(self, report: RankReport) -> None:
         chaos = self._chaos
         if chaos.happens(chaos.plan.report_loss_share):
@@ -354,14 +367,18 @@ class _Run:
             max_model_len=1_000,
         )
         cost = AffineStepCost(base_ns=15.0 * MS)
+        self._kv_store = SimKvStore(KvLinkConfig(latency_ns=20 * MS))
+        names = [f"e{number}" for number in range(plan.num_engines)]
+        names += [f"p{number}" for number in range(plan.num_prefill_engines)]
         self._engines = [
             SimDriver(
-                EngineId(f"e{number}"),
+                EngineId(name),
                 SimEngine(config, self.model, cost),
                 self.loop,
                 model_name=MODEL,
+                kv_store=self._kv_store,
             )
-            for number in range(plan.num_engines)
+            for name in names
         ]
         self._host = SimHost(self.loop)
         self.controller = self._make_controller()
@@ -388,8 +405,16 @@ class _Run:
             EngineSpec(engine_id=each.engine_id, model=MODEL, is_elastic=is_elastic)
             for each in self._engines
         )
+        first_prefill = self.plan.num_engines
+        pools = [PoolSpec(name="p", model=MODEL, engines=specs)]
+        if self.plan.num_prefill_engines:
+            decode, prefill = specs[:first_prefill], specs[first_prefill:]
+            pools = [
+                PoolSpec(name="d", role=PoolRole.DECODE, model=MODEL, engines=decode),
+                PoolSpec(name="p", role=PoolRole.PREFILL, model=MODEL, engines=prefill),
+            ]
         return Controller(
-            pools=[PoolSpec(name="p", model=MODEL, engines=specs)],
+            pools=pools,
             drivers={each.engine_id: _ChaosDriver(self, each) for each in self._engines},
             journal=MemoryJournal(),
             clock=self.loop.clock,
@@ -455,6 +480,10 @@ class _Run:
                 self.loop.call_at(due_ns, partial(self._silence, length_ns))
             else:
                 self.loop.call_at(due_ns, partial(kinds[kind], engine, length_ns))
+        if plan.num_prefill_engines:
+            for _ in range(rng.poisson(plan.faults_per_s * plan.duration_s)):
+                due_ns = int(rng.uniform(0, plan.duration_s) * S)
+                self.loop.call_at(due_ns, self._lose_kv)
 
     def _make_request(self, index: int) -> InferenceRequest:
         rng = self._rng
@@ -512,17 +541,21 @@ class _Run:
         self._begin("slow", engine, length_ns, partial(engine.slow, 1.0))
 
     def _lose_rank(self, engine: SimDriver, length_ns: int) -> None:
-        rank_id = RankId(
-            engine.engine_id, DpRank(int(self._messages.integers(self.plan.num_ranks)))
-        )
-        self.controller.on_rank_lost(rank_id, "injected")
-        self._begin("rank_lost", engine, length_ns, partial(self._say_up, engine))
+        dp_rank = DpRank(int(self._messages.integers(self.plan.num_ranks)))
+        engine.lose_rank(dp_rank, "injected")
+        self._begin("rank_lost", engine, length_ns, partial(engine.restore_rank, dp_rank))
 
     def _drain(self, engine: SimDriver, length_ns: int) -> None:
         deadline_ns = int(self._messages.integers(0, 3)) * S // 2
         self.controller.drain(engine.engine_id, deadline_ns=deadline_ns)
         undo = partial(self.controller.drain, engine.engine_id, is_draining=False)
         self._begin("drain", engine, length_ns, undo)
+
+    def _lose_kv(self) -> None:
+        """What waits on prefill engines for decode engines is gone."""
+        if len(self._kv_store):
+            self.count("kv_lost")
+            self._kv_store.clear()
 
     def _silence(self, length_ns: int) -> None:
         """Every lease runs out at once, whatever the engines do."""
@@ -583,6 +616,7 @@ class _Run:
                 method.value: count
                 for method, count in sorted(self.controller.num_recoveries.items())
             },
+            prefills=dict(sorted(self.controller.num_prefills.items())),
             faults=dict(sorted(self.faults.items())),
             max_gap_s=self._observer.max_gap_ns / S,
             end_s=end_s,
