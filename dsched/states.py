@@ -52,5 +52,7 @@ class LossLayer(StrEnum):
     """The engine is alive and had no room."""
     DRAIN = "drain"
     """An operator took the engine out of service."""
+    TRANSFER = "transfer"
+    """The KV of its prompt did not arrive from the prefill engine."""
     RESTART = "restart"
     """dsched itself was restarted, and the client asked again."""
