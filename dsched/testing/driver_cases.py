@@ -24,6 +24,7 @@ from dsched.sim.driver import SimDriver
 from dsched.sim.engine import SimEngine, SimEngineConfig
 from dsched.sim.loop import AsyncioTimers
 from dsched.sim.model import SimModel
+from dsched.testing.engine_double import EngineDouble
 from dsched.testing.engines import TinyEngines
 from dsched.testing.recorders import RecordingListener, RecordingSink
 from dsched.testing.sglang_double import SglangDouble
@@ -172,7 +173,10 @@ async def open_real(engines: TinyEngines) -> AsyncIterator[DriverCase]:
         reports.close()
 
 
-KINDS: Final = {"vllm": (VllmDriver, VllmDouble), "sglang": (SglangDriver, SglangDouble)}
+KINDS: Final[dict[str, tuple[type[VllmDriver] | type[SglangDriver], type[EngineDouble]]]] = {
+    "vllm": (VllmDriver, VllmDouble),
+    "sglang": (SglangDriver, SglangDouble),
+}
 OPENERS: Final[dict[str, Callable[[], AbstractAsyncContextManager[DriverCase]]]] = {
     "sim": open_sim,
     "double": lambda: open_double("vllm", 1),

@@ -205,7 +205,7 @@ class EngineDouble(ABC):
         self.served_model_name = served_model_name
         self.kv_capacity_tokens = kv_capacity_tokens
         self.ranks = [DoubleRank(self, dp_rank) for dp_rank in range(num_dp_ranks)]
-        self._engine_id = engine_id
+        self.engine_id = engine_id
         self._agent_endpoint = agent_endpoint
         self._is_frozen = asyncio.Event()
         self._step_tasks: list[asyncio.Task[None]] = []
@@ -294,7 +294,7 @@ class EngineDouble(ABC):
     def _hello(self, dp_rank: int) -> AgentHello:
         return AgentHello(
             dsched_version="0",
-            engine_id=self._engine_id,
+            engine_id=self.engine_id,
             incarnation=new_incarnation(),
             engine=self.kind,
             engine_version="double",

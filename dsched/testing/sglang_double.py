@@ -59,9 +59,18 @@ class SglangDouble(EngineDouble):
     """`/ready` is there."""
     is_own_router = False
     """Sends requests to other ranks than those that are named."""
-    disaggregation_mode = "null"
     bootstrap_port = 8_998
-    rooms: KvRooms | None = None
+
+    def __init__(
+        self,
+        *,
+        disaggregation_mode: str = "null",
+        rooms: KvRooms | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(**options)
+        self.disaggregation_mode = disaggregation_mode
+        self.rooms = rooms
 
     def routes(self) -> list[web.RouteDef]:
         """See `EngineDouble.routes`."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import openai
@@ -12,10 +12,12 @@ from dsched.cli.service import Service
 from dsched.config import Config
 from dsched.config_load import LoadedConfig
 from dsched.drivers.http import HttpPool
-from dsched.drivers.vllm.launcher import free_port
+from dsched.drivers.local import free_port
 from dsched.sim.tokenizer import CHAT_TEMPLATE, build_sim_tokenizer
-from dsched.testing.engine_double import DoubleModel
+from dsched.testing.engine_double import DoubleModel, EngineDouble
 from dsched.testing.vllm_double import VllmDouble
+
+Double = TypeVar("Double", bound=EngineDouble)
 
 MODEL = "tiny"
 PROMPT = list(range(40, 60))
@@ -27,7 +29,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.model = DoubleModel()
-        self.doubles: list[VllmDouble] = []
+        self.doubles: list[EngineDouble] = []
         self.services: list[Service] = []
         self.agent_port = free_port()
         self._clients: dict[str, openai.AsyncOpenAI] = {}
@@ -54,9 +56,14 @@ class Cluster:
         return self._clients[self.url]
 
     async def add_double(self, *, has_agent: bool = True, **options: Any) -> VllmDouble:  # noqa: ANN401
+        """Start a vLLM double, engine `p-0` and so on in order."""
+        return await self.add(VllmDouble, has_agent=has_agent, **options)
+
+    async def add(self, make: type[Double], *, has_agent: bool = True, **options: Any) -> Double:  # noqa: ANN401
+        """Start a double of any kind; see `add_double`."""
         endpoint = self.agent_endpoint if has_agent else None
-        engine_id = f"p-{len(self.doubles)}"
-        double = VllmDouble(engine_id=engine_id, agent_endpoint=endpoint, **options)
+        fields = {"engine_id": f"p-{len(self.doubles)}", "agent_endpoint": endpoint} | options
+        double = make(**fields)
         await double.start()
         self.doubles.append(double)
         return double
@@ -69,7 +76,9 @@ class Cluster:
         if not tokenizer.exists():
             build_sim_tokenizer().save(str(tokenizer))
             (self.folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-        engines = urls if urls is not None else [double.url for double in self.doubles]
+        engines = [{"url": double.url, "kind": double.kind} for double in self.doubles]
+        if urls is not None:
+            engines = [{"url": url, "kind": "vllm"} for url in urls]
         document: dict[str, object] = {
             "state_dir": str(self.folder / f"state-{len(self.services)}"),
             "front_door": {"port": 0, "stop_grace_s": 1.0},
@@ -79,7 +88,7 @@ class Cluster:
             "pools": {
                 "p": {
                     "model": {"name": MODEL, "tokenizer": str(self.folder)},
-                    "engines": [{"url": url} for url in engines],
+                    "engines": engines,
                 }
             },
         }

@@ -376,8 +376,9 @@ class Split:
 
     async def start(self) -> None:
         for mode, num_dp_ranks in (("prefill", 2), ("decode", 1)):
-            double = await self.world.double(num_dp_ranks=num_dp_ranks)
-            double.disaggregation_mode, double.rooms = mode, self.rooms
+            double = await self.world.double(
+                num_dp_ranks=num_dp_ranks, disaggregation_mode=mode, rooms=self.rooms
+            )
             self.world.listener = RecordingListener()
             self.doubles[mode] = double
             self.drivers[mode] = await self.world.up(double)
