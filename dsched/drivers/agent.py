@@ -31,7 +31,7 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -165,6 +165,8 @@ class Agent:
         self._endpoint = endpoint
         self._on_command = on_command
         self._fence = LeaderFence()
+        self._has_news = False
+        """The hello has changed in a way that does not wait for the next one."""
         self._heartbeat_ns = heartbeat_ns
         self._retry_ns = retry_ns
         self._clock = clock or SystemClock()
@@ -210,6 +212,15 @@ class Agent:
             missing=(*(each for each in hello.missing if each != feature), feature),
         )
         self._wake()
+
+    def set_lost_ranks(self, dp_ranks: Iterable[int]) -> None:
+        """Tell dsched which DP ranks of the engine the engine has stopped using; none if it uses
+        all again. Cheap where nothing has changed."""
+        lost = tuple(sorted(dp_ranks))
+        if lost != self.hello.lost_dp_ranks:
+            self.hello = msgspec.structs.replace(self.hello, lost_dp_ranks=lost)
+            self._has_news = True
+            self._wake()
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Say goodbye and end the thread; wait for it at most `timeout_s`. Idempotent."""
@@ -301,6 +312,9 @@ class Agent:
         while not self._must_stop:
             is_asked = self._sleep_until(poller, link, min(next_hello_ns, next_report_ns))
             if is_asked and self._answer_commands(link):
+                next_hello_ns = 0
+            if self._has_news:
+                self._has_news = False
                 next_hello_ns = 0
             now_ns = self._clock.now_ns()
             if now_ns >= next_hello_ns:

@@ -248,6 +248,20 @@ class HttpDriver:
         elif known.missing != hello.missing:
             lost = [name for name in hello.missing if name not in known.missing]
             log.warning("feature.lost", engine_id=self._engine_id, features=lost)
+        self._tell_lost_ranks(known, hello)
+
+    def _tell_lost_ranks(self, known: AgentHello | None, hello: AgentHello) -> None:
+        """Say at every hello what is lost, for what the listener knows ends with a restart."""
+        if self._listener is None or self._description is None:
+            return
+        for dp_rank in hello.lost_dp_ranks:
+            rank_id = RankId(self._engine_id, DpRank(dp_rank))
+            reason = f"the engine itself, as its rank {hello.dp_rank} says, has stopped using it"
+            self._listener.on_rank_lost(rank_id, reason)
+        still_lost = {rank for each in self._hellos.values() for rank in each.lost_dp_ranks}
+        before = known.lost_dp_ranks if known is not None else ()
+        for dp_rank in sorted(set(before) - still_lost):
+            self._listener.on_rank_back(RankId(self._engine_id, DpRank(dp_rank)))
 
     def _set_step_budget(self, rank_id: RankId) -> None:
         if self._reports is not None and self._step_budget_ns is not None:

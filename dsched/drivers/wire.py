@@ -148,6 +148,8 @@ class AgentHello(Wire, frozen=True, kw_only=True, tag="hello"):
     """Hooks that are attached, e.g. `chunk_budget`, `verify_length`, `eplb`."""
     missing: tuple[str, ...] = ()
     """Hooks that could not be attached; each turns off just its feature."""
+    lost_dp_ranks: tuple[Count, ...] = ()
+    """DP ranks of its engine that the engine itself has stopped using."""
 
 
 class AgentGoodbye(Wire, frozen=True, kw_only=True, tag="goodbye"):

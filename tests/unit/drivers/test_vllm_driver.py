@@ -19,7 +19,7 @@ from dsched.drivers.vllm.watch import CAPABILITIES, read_metrics
 from dsched.drivers.watch import EngineFacts, EngineHints, ModelCard, describe, has_all_hellos
 from dsched.drivers.wire import AgentHello, GenerateCommand, SamplingParams
 from dsched.errors import ConfigError, DriverError, EngineRefusedError, EngineUnreachableError
-from dsched.ids import AttemptIds, EngineId
+from dsched.ids import AttemptIds, DpRank, EngineId, RankId
 from dsched.states import Evidence
 from dsched.testing.recorders import RecordingListener, RecordingSink
 from dsched.testing.vllm_double import VllmDouble
@@ -351,6 +351,27 @@ async def test_stated_model_is_used_and_unknown_one_refused(world: World) -> Non
     assert ok.finish is not None
     assert isinstance(refused.error, EngineRefusedError)
     assert refused.error.status == 404
+
+
+async def test_ranks_that_an_engine_gave_up_are_told_and_told_back(world: World) -> None:
+    """An elastic engine goes on with the rest; one rank's agent is enough to say so."""
+    double = await world.double(num_dp_ranks=3)
+    world.driver(double.url)
+    await world.listener.up()
+    agent = double.ranks[0].agent
+    assert agent is not None
+    lost = RankId(ENGINE, DpRank(2))
+
+    agent.set_lost_ranks([2])
+    await world.listener.wait(lambda each: bool(each.lost_ranks), 5)
+    agent.set_lost_ranks([2])
+    agent.set_lost_ranks([])
+    await world.listener.wait(lambda each: bool(each.ranks_back), 5)
+
+    assert {rank for rank, _ in world.listener.lost_ranks} == {lost}
+    assert "as its rank 0 says" in world.listener.lost_ranks[0][1]
+    assert world.listener.ranks_back == [lost]
+    assert world.listener.downs == []
 
 
 async def test_lost_feature_of_an_agent_is_known(world: World) -> None:
