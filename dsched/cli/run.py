@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import signal
 import sys
 from typing import Annotated
@@ -112,5 +113,13 @@ def welcome(service: Service) -> str:
         f"\ndsched serves {model} on {service.front_door_url} over {len(service.fleet.drivers)} "
         f"{kind}; admin API on {service.admin_url}\n\n"
         f"  curl -N {service.front_door_url}/v1/chat/completions "
-        f"-H 'content-type: application/json' -d '{body}'\n\n"
+        f"-H 'content-type: application/json' -d '{body}'\n\n{reload_line(service)}"
     )
+
+
+def reload_line(service: Service) -> str:
+    """How to change a policy while it runs, for who has one."""
+    names = service.controller.policies.names
+    if not names:
+        return ""
+    return f"policy {', '.join(names)}; to read it again: kill -HUP {os.getpid()}\n\n"

@@ -75,7 +75,9 @@ def prefer(
     if decision.rank is None or not offered:
         return decision, None
     candidates = [candidate for _, candidate in offered]
-    chosen = policies.choose(view, candidates, is_handoff=is_handoff)
+    ranks = [rank for rank, _ in offered]
+    default = ranks.index(decision.rank) if decision.rank in ranks else None
+    chosen = policies.choose(view, candidates, is_handoff=is_handoff, default=default)
     if chosen is None:
         return decision, None
     rank, candidate = offered[chosen[0]]

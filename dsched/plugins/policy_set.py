@@ -104,9 +104,15 @@ class PolicySet:
         return guard.call(partial(guard.policy.priority, request), check_priority) or 0
 
     def choose(
-        self, request: RequestView, candidates: Sequence[RankCandidate], *, is_handoff: bool
+        self,
+        request: RequestView,
+        candidates: Sequence[RankCandidate],
+        *,
+        is_handoff: bool = False,
+        default: int | None = None,
     ) -> tuple[int, str] | None:
-        """Return a position in `candidates` and who chose it; `None` lets the router choose.
+        """Return a position in `candidates` and who chose it; `None` for the router's own choice,
+        which is `default`.
 
         After the loss of an engine the handoff policy is asked first, then routing's.
         """
@@ -120,7 +126,7 @@ class PolicySet:
                 return position, guard.name
         if self.routing is None:
             return None
-        return self.routing.choose(request, candidates)
+        return self.routing.choose(request, candidates, default=default)
 
     def should_rebalance(self, view: RebalanceView) -> bool:
         """Whether the experts of a group are placed anew now. The default is yes."""

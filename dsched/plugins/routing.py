@@ -19,12 +19,20 @@ class RoutingPolicies:
         self.guards = tuple(guards)
 
     def choose(
-        self, request: RequestView, candidates: Sequence[RankCandidate]
+        self,
+        request: RequestView,
+        candidates: Sequence[RankCandidate],
+        *,
+        default: int | None = None,
     ) -> tuple[int, str] | None:
-        """Return a position in `candidates` and the name of who chose; `None` for the default."""
+        """Return a position in `candidates` and the name of who chose; `None` for the default.
+
+        `default` is the position that the router has chosen: it stands where filters keep it and
+        nobody picks or scores. Where they leave it out, the cheapest that they keep is chosen.
+        """
         if not candidates:
             return None
-        kept = self._kept(request, candidates)
+        kept, filters = self._kept(request, candidates)
         offered = tuple(candidates[index] for index in kept)
         check = partial(check_position, num_candidates=len(offered))
         for guard, _ in self._with("pick"):
@@ -34,9 +42,9 @@ class RoutingPolicies:
         best = self._best_score(request, offered)
         if best is not None:
             return kept[best[0]], best[1]
-        if len(kept) < len(candidates):
+        if len(kept) < len(candidates) and default not in kept:
             cheapest = min(kept, key=lambda index: (candidates[index].cost_ns, index))
-            return cheapest, "filter"
+            return cheapest, "+".join(filters)
         return None
 
     def close(self) -> None:
@@ -47,17 +55,22 @@ class RoutingPolicies:
     def _with(self, method: str) -> list[tuple[AnyGuard, float]]:
         return [each for each in self.guards if each[0].has(method)]
 
-    def _kept(self, request: RequestView, candidates: Sequence[RankCandidate]) -> list[int]:
+    def _kept(
+        self, request: RequestView, candidates: Sequence[RankCandidate]
+    ) -> tuple[list[int], list[str]]:
+        """The positions that filters keep, and the names of those that left some out."""
         kept = list(range(len(candidates)))
+        names: list[str] = []
         for guard, _ in self._with("keep"):
             offered = tuple(candidates[index] for index in kept)
             flags = guard.call(
                 partial(guard.policy.keep, request, offered),
                 partial(check_flags, num_candidates=len(offered)),
             )
-            if flags is not None and any(flags):
+            if flags is not None and any(flags) and not all(flags):
                 kept = [index for index, flag in zip(kept, flags, strict=True) if flag]
-        return kept
+                names.append(guard.name)
+        return kept, names
 
     def _best_score(
         self, request: RequestView, offered: Sequence[RankCandidate]

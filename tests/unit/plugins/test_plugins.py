@@ -274,7 +274,10 @@ def test_filters_come_first_and_scores_count_among_what_is_left() -> None:
     only_filter = RoutingPolicies(guards).choose(REQUEST, candidates())
     both = RoutingPolicies([*guards, (PolicyGuard(MostRunning(), budget_ns=None), 1.0)])
 
-    assert only_filter == (1, "filter")
+    assert only_filter == (1, "only")
+    kept = RoutingPolicies(guards).choose(REQUEST, candidates(), default=2)
+    left_out = RoutingPolicies(guards).choose(REQUEST, candidates(), default=0)
+    assert (kept, left_out) == (None, (1, "only"))
     assert both.choose(REQUEST, candidates()) == (2, "most")
 
 
