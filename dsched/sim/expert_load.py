@@ -16,7 +16,7 @@ from dsched.sim.eplb import LoadShape, generate_expert_load
 WINDOW_NS: Final = 2_000_000_000
 """Of simulated expert load. Engines take a thousand steps; nobody would watch that change."""
 NUM_SHAPES: Final = 16
-"""Windows of popularity that are gone through to and fro."""
+"""Windows of popularity that are gone through forwards and backwards in turn."""
 
 
 class SimExpertLoad:
