@@ -197,6 +197,21 @@ def signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
+def core_pid(server_pid: int, *, dp_rank: int) -> int | None:
+    """The process of one rank's engine core, a child of its server; vLLM names its processes."""
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            name = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == server_pid and f"EngineCore_DP{dp_rank}" in name:
+            return int(folder.name)
+    return None
+
+
 def fresh_connections() -> aiohttp.TCPConnector:
     """A connection for each request: vLLM closes idle ones after 5 s, amid a reuse."""
     return aiohttp.TCPConnector(force_close=True, limit=0)

@@ -23,6 +23,7 @@ from dsched.testing.live_run import (
     LiveRun,
     ask_all,
     cluster_file,
+    core_pid,
     dispatched,
     make_prompts,
     running_dsched,
@@ -176,18 +177,3 @@ async def num_on_both_ranks(run: LiveRun) -> int:
     kv_tokens = await run.samples("dsched_rank_kv_tokens")
     held = [value for labels, value in kv_tokens.items() if ("engine", "group-0") in labels]
     return int(min(running)) if len(running) == 2 and min(held) > 100 else 0
-
-
-def core_pid(server_pid: int, *, dp_rank: int) -> int | None:
-    """The process of one rank's engine core; vLLM names its processes."""
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            name = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if parent == server_pid and f"EngineCore_DP{dp_rank}" in name:
-            return int(folder.name)
-    return None
