@@ -11,10 +11,9 @@ the way to a thread and back costs more than a short text.
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-import structlog
 from msgspec.structs import replace
 
 from dsched.clock import Clock, wall_time_s
@@ -34,6 +33,7 @@ from dsched.frontdoor.stats import MS, Api, FrontDoorMetrics, FrontDoorStats, Re
 from dsched.frontdoor.text import StopFinder
 from dsched.frontdoor.trace_context import TRACEPARENT, read_trace_context
 from dsched.ids import RequestId
+from dsched.logs import EventLog
 
 INLINE_CHARS = 4_096
 """Longest text that is rendered on the event loop: about a millisecond."""
@@ -76,8 +76,7 @@ class CompletionApi:
         self._open: dict[RequestId, Answer] = {}
         self._num_rendering = 0
         self._threads = ThreadPoolExecutor(NUM_RENDER_THREADS, thread_name_prefix="render")
-        # Bound once: the lazy logger would look its configuration up for every request.
-        self._log = structlog.get_logger(__name__).bind()
+        self._log = EventLog(__name__, call_soon=_call_soon)
         self.is_stopping = False
 
     @property
@@ -120,6 +119,7 @@ class CompletionApi:
             answer.stop()
 
     def close(self) -> None:
+        self._log.flush()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, call: "Call", intake: Intake, token_ids: list[int]) -> None:
@@ -255,6 +255,8 @@ class CompletionApi:
         if record.ttft_ns is not None:
             stats.ttft.observe(record.ttft_ns)
         self._metrics.on_request_end(record)
+        if not self._log.is_enabled:
+            return
         self._log.info(
             "request.finished",
             request_id=record.request_id,
@@ -321,6 +323,10 @@ class Call:
 
     def on_writable(self) -> None:
         pass
+
+
+def _call_soon(function: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(function)
 
 
 def _names_of(request: HttpRequest) -> dict[str, str]:
