@@ -143,6 +143,13 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     ep_group: str | None = None
     """Engines of a pool with the same name here form one EP group and fail together; default: the
     engine is a group by itself."""
+    kv_events: str | None = None
+    """Where this engine of a prefill pool publishes its KV cache events, as `tcp://host:port`; DP
+    rank r at the port plus r. Prompts then go where their beginning is cached. Leave it out where
+    all engines share a KV store."""
+    kv_events_replay: str | None = None
+    """Where it sends again what was missed, as `tcp://host:port`. Default: after a gap its cache is
+    learned anew."""
     elastic_ep: bool = False
     """Its EP group goes on without ranks that it lost. For engines that are started so; with others
     requests are sent to a group that hangs."""

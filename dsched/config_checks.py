@@ -176,9 +176,23 @@ def _check_pools(config: Config) -> None:
         for index, engine in enumerate(pool.engines):
             engine_path = f"{path}.engines[{index}]"
             _check_unique(f"{engine_path}.id", config.engine_id(name, index), ids, "engine id")
+            _check_kv_events(engine_path, pool, engine)
             if engine.url is not None:
                 _check_unique(f"{engine_path}.url", engine.url, urls, "engine URL")
     _check_roles(config.pools)
+
+
+def _check_kv_events(path: str, pool: PoolConfig, engine: EngineConfig) -> None:
+    """Only prefill routing asks who has a prompt's beginning cached."""
+    if engine.kv_events is None:
+        if engine.kv_events_replay is not None:
+            raise ConfigError(f"{path}.kv_events_replay: goes together with kv_events")
+        return
+    if pool.role != "prefill" or engine.kind == "sim":
+        raise ConfigError(f"{path}.kv_events: only real engines of a prefill pool have one")
+    _check_endpoint(f"{path}.kv_events", engine.kv_events)
+    if engine.kv_events_replay is not None:
+        _check_endpoint(f"{path}.kv_events_replay", engine.kv_events_replay)
 
 
 def _check_name(path: str, name: str) -> None:

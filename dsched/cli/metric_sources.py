@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from dsched.controller import Controller, EngineStatus, HandoffGap, RankStatus
 from dsched.controller.spare import UNKNOWN_CAPACITY
+from dsched.drivers.kv_follower import KvFollower
 from dsched.drivers.reports import ReportReader
 from dsched.faults import JournalStatus, MembershipView
 from dsched.frontdoor.live_sampler import LiveSampler
@@ -77,6 +78,15 @@ def placement_samples(num_placements: Mapping[str, int]) -> Iterator[Sample]:
     """Expert placements of the leader."""
     for cause, count in num_placements.items():
         yield Sample(name="dsched_placements_total", value=count, labels=(cause,))
+
+
+def kv_event_samples(follower: KvFollower) -> Iterator[Sample]:
+    """What engines say of their prefix caches."""
+    if not follower.has_sources:
+        return
+    yield Sample(name="dsched_prefix_index_blocks", value=follower.index.num_blocks)
+    for outcome, count in sorted(follower.num_batches.items()):
+        yield Sample(name="dsched_kv_event_batches_total", value=count, labels=(outcome,))
 
 
 class FaultStats:

@@ -23,6 +23,7 @@ from dsched.cli.metric_sources import (
     fault_samples,
     front_door_samples,
     journal_samples,
+    kv_event_samples,
     live_samples,
     placement_samples,
     reader_samples,
@@ -49,6 +50,7 @@ from dsched.costs.prefill import PrefillCostModel
 from dsched.costs.presets import load_cost_models
 from dsched.drivers.base import Driver
 from dsched.drivers.http_driver import HttpDriver
+from dsched.drivers.kv_follower import KvEventSource, KvFollower
 from dsched.drivers.local import STOP_GRACE_S
 from dsched.drivers.reports import ReportReader
 from dsched.errors import ConfigError
@@ -183,6 +185,8 @@ class Service:
     def _start_controller(self, loop: asyncio.AbstractEventLoop) -> None:
         host = LoopTickHost(loop=loop, clock=self._clock)
         self.faults = FaultStats()
+        self.kv_follower = KvFollower(kv_event_sources(self.config))
+        self._stops.add("kv follower", self.kv_follower.close)
         self.live = LiveSampler(clock=self._clock, environment=LiveProcess(self, self._clock))
         try:
             self.controller = Controller(
@@ -193,9 +197,12 @@ class Service:
                 host=host,
                 attempt_ids=AttemptIds(process_tag=self._process_tag),
                 settings=self._settings,
-                observer=Observers(self.faults, self.live, *self.rebalancing.observers),
+                observer=Observers(
+                    self.faults, self.live, self.kv_follower, *self.rebalancing.observers
+                ),
                 policies=self._policies,
                 recorder=self._make_recorder(),
+                prefixes=self.kv_follower if self.kv_follower.has_sources else None,
             )
         except ValueError as error:  # engines or EP groups that do not go together
             raise ConfigError(f"$.pools: {error}") from error
@@ -263,6 +270,7 @@ class Service:
         self.admin_url = f"http://{self.config.admin.host}:{self.front_door.bound_admin_port}"
         exporter.add_source(lambda: front_door_samples(self.front_door.stats))
         exporter.add_source(lambda: controller_samples(self.controller))
+        exporter.add_source(lambda: kv_event_samples(self.kv_follower))
         exporter.add_source(lambda: fault_samples(self.controller, self.faults))
         exporter.add_source(lambda: placement_samples(self.rebalancing.rebalancer.num_placements))
         exporter.add_source(lambda: reload_samples(self._reloader.num_reloads))
@@ -365,6 +373,18 @@ def controller_settings(config: Config, *, process_tag: int) -> ControllerSettin
         ),
         is_validating=config.debug.validate,
     )
+
+
+def kv_event_sources(config: Config) -> dict[EngineId, KvEventSource]:
+    """The engines that publish what they have cached."""
+    return {
+        EngineId(config.engine_id(name, index)): KvEventSource(
+            endpoint=engine.kv_events, replay_endpoint=engine.kv_events_replay
+        )
+        for name, pool in sorted(config.pools.items())
+        for index, engine in enumerate(pool.engines)
+        if engine.kv_events is not None
+    }
 
 
 def _prefill_costs(config: Config) -> PrefillCostModel | None:

@@ -38,6 +38,7 @@ from dsched.controller.host import TickHost
 from dsched.controller.lifecycle import Lifecycle
 from dsched.controller.models import ModelCatalog
 from dsched.controller.observer import ControllerObserver, NullObserver
+from dsched.controller.pools import PrefixSource
 from dsched.controller.prefills import Prefills
 from dsched.controller.refusals import stopping
 from dsched.controller.request import (
@@ -81,6 +82,7 @@ class Controller:
         observer: ControllerObserver | None = None,
         policies: PolicySet | None = None,
         recorder: Recorder | None = None,
+        prefixes: PrefixSource | None = None,
     ) -> None:
         """Start with every engine down.
 
@@ -98,6 +100,7 @@ class Controller:
             settings=self.settings,
             observer=observer or NullObserver(),
             recorder=recorder or null_recorder(),
+            prefixes=prefixes,
             policies=policies or PolicySet(),
         )
         self._prefills = Prefills(self._state)

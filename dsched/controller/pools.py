@@ -1,7 +1,8 @@
 """One pool as the controller keeps it: its ranks' load, its lost requests, and what it may run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from dsched.controller.handoffs import Handoffs
 from dsched.controller.settings import ControllerSettings
@@ -13,6 +14,14 @@ from dsched.ids import RankId
 from dsched.routing import DecodeRouter, PrefillRouter, ReportOutcome
 from dsched.states import PoolRole, RankState
 from dsched.trace import Recorder
+
+
+class PrefixSource(Protocol):
+    """Knows which prompts engines have cached; `dsched.drivers.kv_follower`."""
+
+    def cached_tokens(self, prompt_token_ids: Sequence[int]) -> Mapping[RankId, int]:
+        """Leading tokens of the prompt that each rank has; ranks that are not named have none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +37,8 @@ class Pool:
     """Room that is kept for the loss of a group."""
     prefill: PrefillRouter | None = None
     """Of a prefill pool: which worker computes a prompt. Its `router` only counts."""
+    prefixes: PrefixSource | None = None
+    """What each worker has cached; `None` where nobody says, or all share a store."""
 
     @property
     def name(self) -> str:
@@ -74,9 +85,13 @@ class Pool:
                 self.prefill.apply_report(worker, report, now_ns)
         return outcome
 
-    def cached_tokens(self, prompt_token_ids: Sequence[int]) -> int | Sequence[int]:  # noqa: ARG002
+    def cached_tokens(self, prompt_token_ids: Sequence[int]) -> int | Sequence[int]:
         """Leading tokens of a prompt that each prefill worker has; one number if all have them."""
-        return 0
+        if self.prefixes is None or self.prefill is None:
+            return 0
+        found = self.prefixes.cached_tokens(prompt_token_ids)
+        workers = range(self.prefill.num_workers)
+        return [found.get(self.prefill.rank_id(worker), 0) for worker in workers]
 
     def validate(self) -> None:
         self.router.validate()
@@ -84,7 +99,12 @@ class Pool:
             self.prefill.validate()
 
 
-def make_pool(spec: PoolSpec, settings: ControllerSettings, recorder: Recorder) -> Pool:
+def make_pool(
+    spec: PoolSpec,
+    settings: ControllerSettings,
+    recorder: Recorder,
+    prefixes: PrefixSource | None = None,
+) -> Pool:
     """Make a pool without ranks; they come with their engines."""
     is_prefill = spec.role is PoolRole.PREFILL
     return Pool(
@@ -104,6 +124,7 @@ def make_pool(spec: PoolSpec, settings: ControllerSettings, recorder: Recorder) 
         # A prompt that a lost worker leaves goes to another worker or to its decode rank.
         gate=SpareGate(spec.name, mode="none" if is_prefill else settings.spare),
         prefill=_make_prefill_router(settings) if is_prefill else None,
+        prefixes=prefixes if is_prefill else None,
     )
 
 

@@ -12,7 +12,7 @@ from dsched.clock import Clock
 from dsched.controller.events import Event
 from dsched.controller.host import TickHost
 from dsched.controller.observer import ControllerObserver
-from dsched.controller.pools import make_pool
+from dsched.controller.pools import PrefixSource, make_pool
 from dsched.controller.runs import RunTable
 from dsched.controller.settings import ControllerSettings
 from dsched.costs.prefill import PrefillCostModel
@@ -81,6 +81,7 @@ class ControllerState:
         observer: ControllerObserver,
         recorder: Recorder,
         policies: PolicySet,
+        prefixes: PrefixSource | None,
     ) -> None:
         """Start with every engine down.
 
@@ -102,7 +103,7 @@ class ControllerState:
         if missing:
             raise ValueError(f"engines and drivers do not match: {', '.join(missing)}")
         self.pools = {
-            name: make_pool(self.membership.pools[name], settings, recorder)
+            name: make_pool(self.membership.pools[name], settings, recorder, prefixes)
             for name in sorted(self.membership.pools)
         }
         """By name, in order of names."""

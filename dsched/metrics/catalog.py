@@ -86,6 +86,16 @@ _METRICS = (
         "`missed` (the decode engine did not find it and computed the prompt).",
         "outcome",
     ),
+    _gauge(
+        "dsched_prefix_index_blocks",
+        "KV blocks that prefill engines are known to have cached, summed over their ranks.",
+    ),
+    _counter(
+        "dsched_kv_event_batches_total",
+        "Messages about KV caches by what became of them: `applied`, `repeated`, `gap` (one before "
+        "it is missing), `restarted`, `given_up` (what is missing cannot be had), `unreadable`.",
+        "outcome",
+    ),
     # Lost engines.
     _counter(
         "dsched_handoff_total",

@@ -114,6 +114,10 @@ class PrefixIndex:
             self._apply_in_order(worker, following)
         return outcome
 
+    def has_gap(self, worker: int) -> bool:
+        """Whether messages wait for one that is missing."""
+        return bool(self._worker(worker).waiting)
+
     def give_up_replay(self, worker: int) -> None:
         """What is missing cannot be replayed: forget the worker's blocks and go on."""
         state = self._worker(worker)

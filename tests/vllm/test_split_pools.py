@@ -9,6 +9,7 @@ batch could round them differently.
 import asyncio
 import json
 import shutil
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from dsched.drivers.base import AttemptSink
 from dsched.drivers.http import HttpPool
 from dsched.drivers.local import LocalEngine
 from dsched.drivers.wire import GenerateCommand, SamplingParams, TokenLogprob
-from dsched.ids import AttemptId, RequestId
+from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
 from dsched.testing.engines import TinyEngines
 from dsched.testing.live_run import read_samples
 from dsched.testing.vllm_engines import (
@@ -49,11 +50,12 @@ NUM_LOADED = (PROMPT_LEN - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 class Engines:
     """Both servers, and the folder that they share."""
 
-    def __init__(self, running: TinyEngines, store: Path) -> None:
+    def __init__(self, running: TinyEngines, store: Path, sockets: str) -> None:
         self.prefill, self.decode = running.engines
         self.model_path = running.model_path
         self.agent_endpoint = running.agent_endpoint
         self.store = store
+        self.kv_events = f"ipc://{sockets}/{self.prefill.engine_id}"
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +75,22 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         *("--max-num-batched-tokens", "4096", "--load-format", "auto"),
         *("--kv-transfer-config", json.dumps(connector)),
     )
-    with running_engines(num_engines=2, state_dir=state_dir, name="split", args=args) as running:
-        yield Engines(running, store)
+    # Paths of sockets may have a hundred characters, which those of tests exceed.
+    with tempfile.TemporaryDirectory(prefix="dsched-kv-") as sockets:
+
+        def args_of(engine_id: EngineId) -> list[str]:
+            events = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"ipc://{sockets}/{engine_id}",
+                "replay_endpoint": f"ipc://{sockets}/{engine_id}-replay",
+            }
+            return [*args, "--kv-events-config", json.dumps(events)]
+
+        with running_engines(
+            num_engines=2, state_dir=state_dir, name="split", args=args_of
+        ) as running:
+            yield Engines(running, store, sockets)
 
 
 class Heard:
@@ -105,11 +121,11 @@ async def running_service(engines: Engines, folder: Path) -> AsyncIterator[Servi
 
     def pool(role: str, engine: LocalEngine) -> dict[str, Any]:
         model = {"name": MODEL_NAME, "tokenizer": str(engines.model_path)}
-        return {
-            "role": role,
-            "model": model,
-            "engines": [{"url": engine.url, "id": engine.engine_id}],
-        }
+        fields = {"url": engine.url, "id": engine.engine_id}
+        if role == "prefill":
+            replay = f"{engines.kv_events}-replay"
+            fields |= {"kv_events": engines.kv_events, "kv_events_replay": replay}
+        return {"role": role, "model": model, "engines": [fields]}
 
     document = {
         "state_dir": str(folder),
@@ -203,6 +219,32 @@ async def test_split_pools_answer_as_one_engine_and_decode_only_the_last_block(
     assert [end.num_cached_tokens for _, end in answers] == [NUM_LOADED] * 6
     for prompt, (token_ids, _) in zip(prompts, answers, strict=True):
         assert token_ids == await ask_directly(engines.prefill.url, prompt)
+
+
+async def test_kv_events_say_what_the_prefill_engine_has_cached(
+    engines: Engines, tmp_path: Path
+) -> None:
+    """Of a prompt that it computed, every whole block; a dsched that comes later is told too."""
+    prompt, other = make_prompt(300), make_prompt(301)
+    rank_id = RankId(engines.prefill.engine_id, DpRank(0))
+
+    async with running_service(engines, tmp_path / "first") as service:
+        await ask(service, prompt)
+        await wait_for_cached(service, rank_id, prompt)
+        assert service.kv_follower.cached_tokens(other) == {rank_id: 0}
+    async with running_service(engines, tmp_path / "second") as service:
+        await wait_for_cached(service, rank_id, prompt)
+
+        assert service.kv_follower.num_batches["given_up"] == 0
+        pool = service.controller._state.pools["prefill"]
+        assert pool.cached_tokens(prompt) == [NUM_LOADED]
+        assert pool.cached_tokens(other) == [0]
+
+
+async def wait_for_cached(service: Service, rank_id: RankId, prompt: list[int]) -> None:
+    async with asyncio.timeout(20):
+        while service.kv_follower.cached_tokens(prompt) != {rank_id: NUM_LOADED}:
+            await asyncio.sleep(0.05)
 
 
 async def test_kv_that_is_deleted_in_between_costs_time_only(

@@ -258,6 +258,18 @@ def test_one_engine_id_twice_is_an_error() -> None:
             "$.pools.p.engines: kinds sim, vllm cannot hand KV to each other",
         ),
         (
+            PAIR.format("prefill", VLLM, "decode", "{url: 'http://b', kv_events: 'tcp://b:5557'}"),
+            "$.pools.d.engines[0].kv_events: only real engines of a prefill pool have one",
+        ),
+        (
+            PAIR.format("prefill", "{url: 'http://b', kv_events: 'http://b'}", "decode", VLLM),
+            "$.pools.p.engines[0].kv_events: 'http://b' is not tcp://host:port or ipc://path",
+        ),
+        (
+            PAIR.format("prefill", "{url: 'http://b', kv_events_replay: x}", "decode", VLLM),
+            "$.pools.p.engines[0].kv_events_replay: goes together with kv_events",
+        ),
+        (
             PREFILL_WITHOUT_ITS_DECODE,
             "$.pools.p.role: a prefill pool needs a decode pool for model 'm'",
         ),

@@ -8,6 +8,7 @@ import pytest
 
 from dsched.clock import ManualClock
 from dsched.controller import Controller, ControllerSettings, EngineSpec, PoolSpec
+from dsched.controller.pools import PrefixSource
 from dsched.controller.request import InferenceRequest, RequestError, RequestFinish
 from dsched.drivers.base import (
     AttemptFinish,
@@ -134,6 +135,8 @@ class Pair:
         prefill: Sequence[PairEngine],
         decode: Sequence[PairEngine],
         settings: ControllerSettings = VALIDATING,
+        *,
+        prefixes: PrefixSource | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.journal = MemoryJournal()
@@ -156,6 +159,7 @@ class Pair:
             host=self,
             attempt_ids=AttemptIds(process_tag=1),
             settings=settings,
+            prefixes=prefixes,
         )
         self.controller.start()
         self.controller.tick()
@@ -542,6 +546,26 @@ def test_a_report_of_a_worker_keeps_prompts_away_from_it() -> None:
         pair.ask(name)
 
     assert [len(engine.commands) for engine in prefill] == [0, 3]
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
+    """What a worker has cached costs no work there; without a word all cost the same."""
+
+    class Cached:
+        """The second worker has all but one block."""
+
+        def cached_tokens(self, prompt_token_ids: Sequence[int]) -> dict[RankId, int]:
+            return {RankId(EngineId("p1"), DpRank(0)): len(prompt_token_ids) - 16}
+
+    workers = []
+    for prefixes in (None, Cached()):
+        prefill, decode = make("p0", "p1"), make("d0", "d1")
+        pair = Pair(prefill, decode, prefixes=prefixes)
+        for number in range(6):
+            pair.ask(f"r{number}", prompt_len=2_000)
+        workers.append([len(engine.commands) for engine in prefill])
+
+    assert workers == [[3, 3], [0, 6]]
 
 
 class TestMeeting:
