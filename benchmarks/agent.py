@@ -6,6 +6,8 @@
 scheduler (`schedule` plus `update_from_output`, R requests decoding) and 10 ms on the device; the
 reports go to a real reader. `added_us` beside `vllm_scheduler_us`: the same as times, the second
 of vLLM's scheduler alone.
+The same of a real engine that computes the tiny model on this CPU, by neighbouring steps with and
+without the agent (`tiny model`): `step_overhead_pct`, `added_us_per_request` and `step_us`.
 `agent_thread_us`: CPU time of the agent's thread for a step, while the device computes.
 `report_delay_p50_us`: from the end of a step to the subscriber, on one machine.
 
@@ -31,7 +33,9 @@ from dsched.ids import EngineId
 
 ROOT = Path(__file__).parents[1]
 SIZES = (64, 256, 1_024)
+TINY_SIZES = (16, 64)
 TARGET_PCT = 2.0
+TARGET_REQUEST_US = 1.0
 ENGINE = EngineId("bench")
 
 
@@ -64,22 +68,51 @@ async def measure_overhead(python: Path, num_rounds: int, num_steps: int) -> lis
     }
     with tempfile.TemporaryDirectory() as folder:
         model = await make_tiny_model(Path(folder) / "tiny", python=python)
-        process = await asyncio.create_subprocess_exec(
-            *(str(python), str(ROOT / "benchmarks" / "_vllm_agent.py")),
-            *(str(model), ",".join(map(str, SIZES)), str(num_rounds), str(num_steps)),
-            env=environment,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        output, _ = await process.communicate()
+
+        async def run(script: str, sizes: tuple[int, ...]) -> dict[int, list[dict]]:
+            """The lines that a script prints, by number of requests."""
+            process = await asyncio.create_subprocess_exec(
+                *(str(python), str(ROOT / "benchmarks" / script)),
+                *(str(model), ",".join(map(str, sizes)), str(num_rounds), str(num_steps)),
+                env=environment,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+            )
+            output, _ = await process.communicate()
+            if process.returncode != 0:
+                sys.exit(f"{python} {script} failed with status {process.returncode}")
+            lines = [json.loads(line) for line in output.splitlines() if line.startswith(b"{")]
+            return {
+                size: [line for line in lines if line["num_requests"] == size] for size in sizes
+            }
+
+        model_free = await run("_vllm_agent.py", SIZES)
+        tiny = await run("_vllm_agent_engine.py", TINY_SIZES)
     reader.close()
-    if process.returncode != 0:
-        sys.exit(f"{python} failed with status {process.returncode}")
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith(b"{")]
     return [
-        row
-        for size in SIZES
-        for row in rows_of(size, [line for line in lines if line["num_requests"] == size])
+        *(row for size, rounds in model_free.items() for row in rows_of(size, rounds)),
+        *(row for size, rounds in tiny.items() for row in tiny_rows_of(size, rounds)),
+    ]
+
+
+def tiny_rows_of(size: int, rounds: list[dict]) -> list[Row]:
+    """Of the real engine: the median round, with the spread over rounds."""
+    values = {
+        "step_overhead_pct": [100 * each["added_us"] / each["plain_us"] for each in rounds],
+        "added_us_per_request": [each["added_us"] / size for each in rounds],
+        "step_us": [each["plain_us"] for each in rounds],
+    }
+    targets = {"step_overhead_pct": TARGET_PCT, "added_us_per_request": TARGET_REQUEST_US}
+    return [
+        Row(
+            metric=metric,
+            case=f"tiny model, R={size}",
+            ours=statistics.median(each),
+            spread=half_quartile_range(each),
+            better="lower",
+            target=targets.get(metric),
+        )
+        for metric, each in values.items()
     ]
 
 
