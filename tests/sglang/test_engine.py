@@ -45,6 +45,7 @@ def run() -> dict[str, Any]:
         "DSCHED_ENDPOINT": "tcp://127.0.0.1:9",
         "DSCHED_STEP_BUDGET_MS": "1000",
         "DSCHED_CHUNK_ALIGNMENT": str(ALIGNMENT),
+        "NUMBA_CACHE_DIR": str(STATE_DIR / "numba-sglang"),
     }
     done = subprocess.run(
         [str(python), str(SCRIPT), str(model)],

@@ -15,6 +15,7 @@ the hooks are attached.
 """
 
 import logging
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -40,8 +41,11 @@ class ExpertRebalance:
 
     settings: EplbSettings
     num_plans: int = 0
+    num_moves: int = 0
+    """Expert copies that plans have put on ranks that did not hold their expert."""
     num_errors: int = 0
     _current: NDArray[np.int64] | None = None
+    _planned: NDArray[np.int64] | None = None
 
     def around_metadata(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note the placement in use, then let SGLang compute the next."""
@@ -66,12 +70,31 @@ class ExpertRebalance:
             self.num_errors += 1
             log.warning("eplb.failed reason=%r; SGLang's algorithm is used", error)
             return original(*args, **kwargs)
-        self.num_plans += 1
+        self._note(slots, int(_argument(args, kwargs, 2, "num_local_physical_experts")))
         import torch
 
         tokens = _argument(args, kwargs, 0, "tokens_per_expert")
         maps = maps_of(slots, num_experts=tokens.shape[-1])
         return tuple(torch.from_numpy(array) for array in maps)
+
+    def _note(self, slots: NDArray[np.int64], width: int) -> None:
+        """Count the plan and its moves, -1 if the placement in use is not known; log them with a
+        checksum, the same on every rank, and whether the last plan is what has run since."""
+        self.num_plans += 1
+        current, last = self._current, self._planned
+        moves, has_run = -1, False
+        if current is not None and current.shape == slots.shape:
+            moves = count_moves(current, slots, width=width)
+            self.num_moves += moves
+            has_run = last is not None and np.array_equal(last, current)
+        log.info(
+            "eplb.planned plan=%d moves=%d placement=%08x last_has_run=%s",
+            self.num_plans,
+            moves,
+            zlib.crc32(slots.tobytes()),
+            has_run,
+        )
+        self._planned = slots
 
     def _plan(self, *args: Any, **kwargs: Any) -> NDArray[np.int64]:
         tokens = _argument(args, kwargs, 0, "tokens_per_expert")
@@ -93,6 +116,18 @@ class ExpertRebalance:
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
     return kwargs[name] if name in kwargs else args[position]
+
+
+def count_moves(current: NDArray[np.int64], planned: NDArray[np.int64], *, width: int) -> int:
+    """Count the slots of `planned` [L, P] whose expert their rank (`width` slots) does not hold in
+    `current` [L, P].
+
+    >>> count_moves(np.array([[0, 1, 2, 3]]), np.array([[1, 0, 0, 3]]), width=2)
+    1
+    """
+    shape = (len(current), -1, width)
+    held = planned.reshape(shape)[..., :, None] == current.reshape(shape)[..., None, :]
+    return int(np.count_nonzero(~held.any(axis=-1)))
 
 
 def active_ranks(algorithm: Any) -> NDArray[np.bool_] | None:
@@ -129,11 +164,28 @@ def attach_eplb() -> ExpertRebalance | None:
         return None
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    warm_up(settings)
     rebalance = ExpertRebalance(settings=settings)
     HookRegistry.register(REBALANCE, rebalance.around_rebalance, HookType.AROUND)
     HookRegistry.register(METADATA, rebalance.around_metadata, HookType.AROUND)
     log.info("eplb.activated trigger=%s stop=%s", settings.trigger, settings.stop)
     return rebalance
+
+
+def warm_up(settings: EplbSettings) -> None:
+    """Compile (or load) the planner now: SGLang asks for plans between two steps."""
+    load = np.array([[4.0, 1.0, 1.0, 1.0]])
+    current = np.array([[0, 1, 2, 3, 0, 1]])
+    for slots in (None, current):
+        plan_slots(
+            load,
+            num_slots=6,
+            num_ranks=2,
+            num_nodes=1,
+            num_groups=None,
+            current=slots,
+            settings=settings,
+        )
 
 
 def sglang_planner(*, num_slots: int, num_ranks: int) -> "Planner | None":
