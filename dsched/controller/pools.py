@@ -111,6 +111,8 @@ def make_pool(
         spec=spec,
         router=DecodeRouter(
             router_index=settings.router_index,
+            num_routers=settings.num_routers,
+            is_synchronised=is_one_group(spec),
             request_ns=settings.request_cost_ns,
             kv_token_ns=settings.kv_token_cost_ns,
             max_held_requests=settings.max_held_requests,
@@ -126,6 +128,12 @@ def make_pool(
         prefill=_make_prefill_router(settings) if is_prefill else None,
         prefixes=prefixes if is_prefill else None,
     )
+
+
+def is_one_group(spec: PoolSpec) -> bool:
+    """Whether the ranks of the pool step together: they are one EP group that decodes."""
+    groups = {engine.group for engine in spec.engines}
+    return len(groups) == 1 and spec.role is not PoolRole.PREFILL
 
 
 def _make_prefill_router(settings: ControllerSettings) -> PrefillRouter:

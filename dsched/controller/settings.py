@@ -26,6 +26,8 @@ class ControllerSettings:
     kv_token_cost_ns: float = 26.0
     router_index: int = 0
     """Number of this process among the dsched processes over the same engines."""
+    num_routers: int = 1
+    """How many those are; each rank is then at home with one of them."""
     prefill_costs: PrefillCostModel | None = None
     """Prices prompts for prefill pools; `None`: a preset, which is right in proportion."""
     max_local_prefill_tokens: int = 0
