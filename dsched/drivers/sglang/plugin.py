@@ -48,7 +48,7 @@ from dsched.drivers.agent import (
 )
 from dsched.drivers.sglang import eplb, verify
 from dsched.drivers.sglang.ranks import HOOKS as RANK_HOOKS
-from dsched.drivers.sglang.ranks import attach_ranks
+from dsched.drivers.sglang.ranks import attach_ranks, lost_dp_ranks
 from dsched.drivers.wire import AgentCommand, AgentHello, SetStepBudget
 
 TESTED_VERSIONS: Final = ("0.5.23",)
@@ -345,6 +345,7 @@ class RankAgent:
         self._knows_waiting = WAITING_PREFILL_TOKENS in hello.features
         self._step = 0
         self._last_end_ns = 0
+        self._is_elastic = is_elastic(scheduler)
         self._queue_seen: tuple[int, ...] = ()
         self._num_waiting_tokens = 0
 
@@ -399,11 +400,24 @@ class RankAgent:
                 self.agent.record_step(self._measure(batch, step_ns))
             except Exception as error:  # the door
                 self._lose(LOAD_REPORTS, error)
+        if self._is_elastic:
+            try:
+                self._note_lost_ranks()
+            except Exception as error:  # the door: without just this news
+                self._is_elastic = False
+                log.warning("ranks.unknown reason=%r", error)
         if self.chunks is not None:
             try:
                 self.chunks.after_step(batch, step_ns)
             except Exception as error:  # the door
                 self._lose_chunks(error)
+
+    def _note_lost_ranks(self) -> None:
+        from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
+        from sglang.srt.elastic_ep.topology import attn_replica_size
+
+        state = ElasticEPStateManager.instance()
+        self.agent.set_lost_ranks(lost_dp_ranks(state, replica_size=attn_replica_size()))
 
     def _measure(self, batch: Any, step_ns: int) -> StepRecord:
         """What the step has left behind. O(R + W), the second only if the queue has changed."""
@@ -475,6 +489,12 @@ class RankAgent:
             chunks.budget_seconds = command.step_budget_ns / 1e9
         chunks.is_on = bool(command.step_budget_ns)
         log.info("chunks.budget_set ns=%s", command.step_budget_ns)
+
+
+def is_elastic(scheduler: Any) -> bool:
+    """Whether this engine goes on without ranks that it lost."""
+    arguments = getattr(scheduler, "server_args", None)
+    return getattr(arguments, "elastic_ep_backend", None) is not None
 
 
 def num_alive(requests: Any) -> int:

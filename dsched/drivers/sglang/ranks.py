@@ -65,6 +65,30 @@ class RankChoice:
         request.routed_dp_rank = rank
 
 
+def lost_dp_ranks(state: Any, *, replica_size: int) -> list[int]:
+    """Return the DP ranks that SGLang's elastic EP has stopped using, ascending.
+
+    `state` is its `ElasticEPState` (`srt/elastic_ep/elastic_ep.py`), `None` before there is one;
+    `replica_size` EP ranks make up one DP rank, and one of them lost is the whole lost. Slots
+    beyond `effective_ep_size` are kept for ranks that have not joined yet, and nobody lost them.
+
+    >>> from types import SimpleNamespace
+    >>> import numpy as np
+    >>> lost_dp_ranks(SimpleNamespace(active_ranks_cpu=np.array([1, 1, 1, 0, 1, 1, 0, 0]),
+    ...     effective_ep_size=6), replica_size=2)
+    [1]
+    """
+    active = None if state is None else state.active_ranks_cpu
+    if active is None:
+        return []
+    flags = [bool(flag) for flag in active.tolist()]
+    flags = flags[: state.effective_ep_size or len(flags)]
+    starts = range(0, len(flags), replica_size)
+    return [
+        start // replica_size for start in starts if not all(flags[start : start + replica_size])
+    ]
+
+
 def live_ranks(controller: Any) -> list[int]:
     """Return the ranks that may get requests, ascending."""
     workers, status = controller.workers, controller.status
