@@ -30,6 +30,7 @@ Hooks of SGLang 0.5.23: `Scheduler.get_new_batch_prefill`, `.get_prefill_adder_c
 SGLang. Cost: one numpy plan over at most `MAX_PLANNED` prompts, only in steps with prompts.
 """
 
+import itertools
 import logging
 import math
 from collections import deque
@@ -160,16 +161,17 @@ class ChunkControl:
             self.planned_tokens = sum(map(self._in_pages, chunks))
             return
         begun = (int(cut.prefix_len), max(1, int(cut.seqlen) - int(cut.prefix_len)))
+        # SGLang cannot cut a second prompt, and nobody passes one that has to wait for that.
+        largest = self.prefill_cost.max_chunk(self._budget_s, 0, alignment=1)
+        whole = [(0, each) for each in itertools.takewhile(lambda each: each <= largest, lengths)]
         saved_ns = self._saved_ns
-        chunks = self._chunks(decodes, [begun, *((0, length) for length in lengths)])
+        chunks = self._chunks(decodes, [begun, *whole])
         num_whole = 0
-        while num_whole < len(lengths) and chunks[num_whole + 1] == lengths[num_whole]:
+        while num_whole < len(whole) and chunks[num_whole + 1] == whole[num_whole][1]:
             num_whole += 1
         if any(chunks[num_whole + 1 :]):
-            # SGLang cannot cut a second prompt: plan again without those that would have to be.
             self._saved_ns = saved_ns
-            whole = [(0, length) for length in lengths[:num_whole]]
-            chunks = self._chunks(decodes, [begun, *whole])
+            chunks = self._chunks(decodes, [begun, *whole[:num_whole]])
         # It cannot stand aside for a step either.
         share = max(self._in_pages(chunks[0]), self.rule.alignment)
         others = sum(map(self._in_pages, chunks[1:]))
