@@ -36,6 +36,7 @@ from dsched.drivers.wire import GenerateCommand, KvMeeting, SamplingParams
 from dsched.errors import DriverError, EngineUnreachableError, InvariantError
 from dsched.ids import AttemptId, RankId
 from dsched.routing import PrefillRouter
+from dsched.routing.prefill import choose_worker
 from dsched.states import RankState
 
 log = structlog.get_logger(__name__)
@@ -115,11 +116,15 @@ class Prefills:
         router = prefill_router(pool)
         if (plan := router.plan_groups(now_ns)) is not None:
             router.apply_groups(plan, now_ns)
-        decision = router.pick(
+        view = router.view(
             num_prompt_tokens=attempt.num_prompt_tokens,
             now_ns=now_ns,
             num_cached_tokens=pool.cached_tokens(attempt.prompt_token_ids),
             excluded_workers=run.excluded_workers,
+        )
+        decision = choose_worker(view)
+        state.recorder.on_prefill_choice(
+            run.request.request_id, router.worker_names, view, decision, now_ns
         )
         if decision.worker is None:
             state.counts.add_prefill("no_worker")

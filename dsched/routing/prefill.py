@@ -96,6 +96,25 @@ class PrefillDecision:
     """Estimated time from now to the end of the prefill."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PrefillView:
+    """What one choice of W workers is made from."""
+
+    states: NDArray[np.int64]
+    """[W] as `RankState`; a worker that must not be chosen is `REMOVED`."""
+    worker_bucket: NDArray[np.int64]
+    """[W] the bucket that each worker serves."""
+    backlog_ns: NDArray[np.int64]
+    """[W] estimated time until each has done what it has."""
+    work_ns: NDArray[np.int64]
+    """[W] what the prompt is for each of them."""
+    bucket: int
+    """Of the prompt."""
+    tie_offset: int
+    spill_ratio: float
+    spill_ns: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
     """Which bucket each worker serves."""
@@ -123,6 +142,8 @@ class PrefillRouter:
         self._config = config or PrefillConfig()
         self._tie_offset = router_index
         self._rank_ids: list[RankId] = []
+        self.worker_names: tuple[str, ...] = ()
+        """[W] the rank of each worker, for people."""
         self._index: dict[RankId, int] = {}
         self._queues: list[dict[Hashable, _Queued]] = []
         self._worker_of: dict[Hashable, int] = {}
@@ -145,6 +166,7 @@ class PrefillRouter:
         if worker is None:
             worker = self._index[rank_id] = len(self._rank_ids)
             self._rank_ids.append(rank_id)
+            self.worker_names = tuple(str(each) for each in self._rank_ids)
             self._queues.append({})
             for name in ("_states", "_backlog_ns", "_other_ns", "_head_ns", "_head_since_ns"):
                 setattr(self, name, np.append(getattr(self, name), 0))
@@ -213,29 +235,40 @@ class PrefillRouter:
         Raises:
             ValueError: negative tokens, or a list that is not one number a worker.
         """
+        return choose_worker(
+            self.view(
+                num_prompt_tokens=num_prompt_tokens,
+                now_ns=now_ns,
+                num_cached_tokens=num_cached_tokens,
+                excluded_workers=excluded_workers,
+            )
+        )
+
+    def view(
+        self,
+        *,
+        num_prompt_tokens: int,
+        now_ns: int,
+        num_cached_tokens: int | Sequence[int] = 0,
+        excluded_workers: Sequence[int] = (),
+    ) -> PrefillView:
+        """What `pick` chooses from; arguments and errors are those of `pick`."""
         if num_prompt_tokens < 0:
             raise ValueError(f"num_prompt_tokens is {num_prompt_tokens}; it must not be negative")
         work = self._work(num_prompt_tokens, num_cached_tokens)
-        bucket = self.bucket_of(int(work.min()) if len(work) else 0)
-        usable = self._usable(excluded_workers)
-        if not usable.any():
-            return PrefillDecision(worker=None, reason=PrefillReason.NO_WORKER_UP, bucket=bucket)
-        finish = self.backlog_ns(now_ns) + work
-        own = self._group_best(bucket, usable, finish)
-        best, reason = own, PrefillReason.LEAST_FINISH
-        limit = self._config.spill_ratio
-        for neighbour in (bucket - 1, bucket + 1):
-            other = self._best_of((self._bucket == neighbour) & usable, finish)
-            if other is None or finish[other] >= finish[best]:
-                continue
-            if finish[own] > limit * finish[other] + self._config.spill_ns:
-                best, reason = other, PrefillReason.SPILLED
-        return PrefillDecision(
-            worker=best,
-            reason=reason,
-            bucket=bucket,
-            work_ns=int(work[best]),
-            finish_ns=int(finish[best]),
+        states = self._states.copy()
+        for worker in excluded_workers:
+            self._check_worker(worker)
+            states[worker] = RankState.REMOVED
+        return PrefillView(
+            states=states,
+            worker_bucket=self._bucket,
+            backlog_ns=self.backlog_ns(now_ns),
+            work_ns=work,
+            bucket=self.bucket_of(int(work.min()) if len(work) else 0),
+            tie_offset=self._tie_offset,
+            spill_ratio=self._config.spill_ratio,
+            spill_ns=self._config.spill_ns,
         )
 
     def plan_groups(self, now_ns: int) -> GroupPlan | None:
@@ -349,34 +382,6 @@ class PrefillRouter:
         work = np.array([known[count] for count in cached], np.int64)
         return np.broadcast_to(work, self.num_workers) if len(work) else work
 
-    def _usable(self, excluded_workers: Sequence[int]) -> NDArray[np.bool_]:
-        allowed = np.ones(self.num_workers, np.bool_)
-        for worker in excluded_workers:
-            self._check_worker(worker)
-            allowed[worker] = False
-        up: NDArray[np.bool_] = allowed & (self._states == RankState.UP)
-        if up.any():
-            return up
-        suspect: NDArray[np.bool_] = allowed & (self._states == RankState.SUSPECT)
-        return suspect
-
-    def _group_best(self, bucket: int, usable: NDArray[np.bool_], finish: NDArray[np.int64]) -> int:
-        """The best of the bucket's group, or of the nearest group that has a usable worker."""
-        nearest = np.abs(self._bucket[usable] - bucket).min()
-        best = self._best_of(usable & (np.abs(self._bucket - bucket) == nearest), finish)
-        if best is None:
-            raise InvariantError(f"no worker for bucket {bucket} among {usable.sum()} usable ones")
-        return best
-
-    def _best_of(self, mask: NDArray[np.bool_], finish: NDArray[np.int64]) -> int | None:
-        workers = np.flatnonzero(mask)
-        if not len(workers):
-            return None
-        # Rotated so that argmin's "first" is the first from the offset on.
-        start = np.searchsorted(workers, self._tie_offset % self.num_workers)
-        order = np.concatenate((workers[start:], workers[:start]))
-        return int(order[np.argmin(finish[order])])
-
     def _decay_work(self, now_ns: int) -> None:
         elapsed = now_ns - self._work_time_ns
         if elapsed > 0 and self._config.work_memory_ns:
@@ -410,6 +415,61 @@ class PrefillRouter:
 
     def _apply_split(self, ideal: NDArray[np.float64]) -> None:
         self._bucket = np.array(_split(ideal, self.num_workers), np.int64)
+
+
+def choose_worker(view: PrefillView) -> PrefillDecision:
+    """Choose by the least finish time, in the prompt's own group unless that is much later.
+
+    Pure. O(W).
+    """
+    usable = _usable(view.states)
+    if not usable.any():
+        return PrefillDecision(worker=None, reason=PrefillReason.NO_WORKER_UP, bucket=view.bucket)
+    finish = view.backlog_ns + view.work_ns
+    own = _group_best(view, usable, finish)
+    best, reason = own, PrefillReason.LEAST_FINISH
+    for neighbour in (view.bucket - 1, view.bucket + 1):
+        other = _best_of((view.worker_bucket == neighbour) & usable, finish, view.tie_offset)
+        if other is None or finish[other] >= finish[best]:
+            continue
+        if finish[own] > view.spill_ratio * finish[other] + view.spill_ns:
+            best, reason = other, PrefillReason.SPILLED
+    return PrefillDecision(
+        worker=best,
+        reason=reason,
+        bucket=view.bucket,
+        work_ns=int(view.work_ns[best]),
+        finish_ns=int(finish[best]),
+    )
+
+
+def _usable(states: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Workers that are up, or the suspect ones where none is."""
+    up: NDArray[np.bool_] = states == RankState.UP
+    if up.any():
+        return up
+    suspect: NDArray[np.bool_] = states == RankState.SUSPECT
+    return suspect
+
+
+def _group_best(view: PrefillView, usable: NDArray[np.bool_], finish: NDArray[np.int64]) -> int:
+    """The best of the bucket's group, or of the nearest group that has a usable worker."""
+    distance = np.abs(view.worker_bucket - view.bucket)
+    nearest = distance[usable].min()
+    best = _best_of(usable & (distance == nearest), finish, view.tie_offset)
+    if best is None:
+        raise InvariantError(f"no worker for bucket {view.bucket} among {usable.sum()} usable ones")
+    return best
+
+
+def _best_of(mask: NDArray[np.bool_], finish: NDArray[np.int64], tie_offset: int) -> int | None:
+    workers = np.flatnonzero(mask)
+    if not len(workers):
+        return None
+    # Rotated so that argmin's "first" is the first from the offset on.
+    start = np.searchsorted(workers, tie_offset % len(mask))
+    order = np.concatenate((workers[start:], workers[:start]))
+    return int(order[np.argmin(finish[order])])
 
 
 def _split(ideal: NDArray[np.float64], num_workers: int) -> list[int]:

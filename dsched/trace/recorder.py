@@ -27,6 +27,7 @@ from dsched.faults import MembershipView, RationView, RecoveryPlan
 from dsched.ids import AttemptId, EngineId, RankId, RequestId
 from dsched.routing import DecodeRouter, RoutingDecision, RoutingRequest
 from dsched.routing.decode import HeldDecision
+from dsched.routing.prefill import PrefillDecision, PrefillView
 from dsched.routing.snapshot import RouterSnapshot, ViewWatch, settings_fields
 from dsched.states import RankState
 from dsched.trace.records import (
@@ -43,6 +44,7 @@ from dsched.trace.records import (
     Lost,
     Picked,
     Preferred,
+    PrefillChosen,
     Prefilled,
     Ranks,
     Rationed,
@@ -118,6 +120,17 @@ class Recorder(Protocol):
         epoch: int,
         now_ns: int,
     ) -> None: ...
+
+    def on_prefill_choice(
+        self,
+        request_id: RequestId,
+        workers: tuple[str, ...],
+        view: PrefillView,
+        decision: PrefillDecision,
+        now_ns: int,
+    ) -> None:
+        """A prefill worker was chosen, or none was there; before anything is booked."""
+        ...
 
     def on_prefill(
         self,
@@ -398,6 +411,31 @@ class RingRecorder:
                 dp_rank,
                 num_prompt_tokens,
                 epoch,
+            )
+        )
+
+    def on_prefill_choice(
+        self,
+        request_id: RequestId,
+        workers: tuple[str, ...],
+        view: PrefillView,
+        decision: PrefillDecision,
+        now_ns: int,
+    ) -> None:
+        arrays = (view.states, view.worker_bucket, view.backlog_ns, view.work_ns)
+        self._add(
+            PrefillChosen(
+                now_ns,
+                request_id,
+                workers,
+                b"".join(array.tobytes() for array in arrays),
+                view.bucket,
+                view.tie_offset,
+                view.spill_ratio,
+                view.spill_ns,
+                decision.worker,
+                decision.reason.value,
+                decision.finish_ns,
             )
         )
 

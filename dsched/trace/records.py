@@ -270,6 +270,23 @@ class Prefilled(Record, frozen=True, array_like=True, gc=False, tag=19):
     reason: str
 
 
+class PrefillChosen(Record, frozen=True, array_like=True, gc=False, tag=20):
+    """The router of a prefill pool was asked for a worker."""
+
+    request_id: str
+    workers: tuple[str, ...]
+    """[W] name of each worker."""
+    arrays: bytes
+    """int64 [4, W]: states, worker_bucket, backlog_ns, work_ns of a `PrefillView`."""
+    bucket: int
+    tie_offset: int
+    spill_ratio: float
+    spill_ns: int
+    worker: int | None
+    reason: str
+    finish_ns: int
+
+
 AnyRecord = (
     Keyframe
     | Ranks
@@ -280,6 +297,7 @@ AnyRecord = (
     | Preferred
     | Booked
     | Prefilled
+    | PrefillChosen
     | Held
     | Dropped
     | FirstToken

@@ -2,10 +2,11 @@
 
 What was a fact in the run is a fact here: which requests came, what the load table said, what a
 policy preferred, what was held back for spare. What was decided by our own planners is decided
-again from it: routing (`DecodeRouter.pick`, `next_held`), how a lost request goes on
-(`plan_recovery`), and who may compute its prompt again (`plan_ration`). Every decision starts from
-the recorded view, so one difference does not cause the next: the number of different decisions says
-how much another price would have changed, decision by decision, not what the run would have become.
+again from it: routing (`DecodeRouter.pick`, `next_held`), prefill workers (`choose_worker`), how a
+lost request goes on (`plan_recovery`), and who may compute its prompt again (`plan_ration`). Every
+decision starts from the recorded view, so one difference does not cause the next: the number of
+different decisions says how much another price would have changed, decision by decision, not what
+the run would have become.
 
 With `Changes` the same is decided under other prices or limits. A changed price holds for every
 rank from the start to the end, instead of what was learned from reported steps; costs are not
@@ -21,16 +22,18 @@ from dsched.drivers.wire import SamplingParams
 from dsched.faults import LostRequest, RationView, plan_ration, plan_recovery
 from dsched.ids import RequestId
 from dsched.routing import DecodeRouter, RoutingDecision, RoutingReason, RoutingRequest
+from dsched.routing.prefill import choose_worker
 from dsched.routing.snapshot import keep_prices, set_max_hold_ns, set_prices_of_all
 from dsched.trace.candidates import cost_of
-from dsched.trace.records import Picked, Rationed, Record, Recovered, Released
-from dsched.trace.view import TraceViews, picked_request
+from dsched.trace.records import Picked, PrefillChosen, Rationed, Record, Recovered, Released
+from dsched.trace.view import TraceViews, picked_request, prefill_view
 
 ROUTE = "route"
 RELEASE = "release"
 RECOVERY = "recovery"
 RATION = "ration"
-KINDS = (ROUTE, RELEASE, RECOVERY, RATION)
+PREFILL = "prefill"
+KINDS = (ROUTE, RELEASE, PREFILL, RECOVERY, RATION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,8 @@ class _Replay:
             self._views.apply(record)
             if isinstance(record, Picked | Released):
                 self._route(number, record)
+            elif isinstance(record, PrefillChosen):
+                self._prefill(number, record)
             elif isinstance(record, Recovered):
                 self._recover(number, record)
             elif isinstance(record, Rationed):
@@ -189,6 +194,25 @@ class _Replay:
             note=note,
         )
 
+    def _prefill(self, number: int, record: PrefillChosen) -> None:
+        decision = choose_worker(prefill_view(record))
+        self._result.num_decisions[PREFILL] += 1
+        for name, recorded, replayed in (
+            ("worker", _worker(record, record.worker), _worker(record, decision.worker)),
+            ("reason", record.reason, decision.reason.value),
+            ("finish_ns", record.finish_ns, decision.finish_ns),
+        ):
+            if recorded != replayed:
+                self._differ(
+                    number,
+                    record,
+                    kind=PREFILL,
+                    name=name,
+                    recorded=str(recorded),
+                    replayed=str(replayed),
+                )
+                return
+
     def _recover(self, number: int, record: Recovered) -> None:
         plan = plan_recovery(sampling_of(record), num_output_tokens=record.num_output_tokens)
         self._result.num_decisions[RECOVERY] += 1
@@ -229,7 +253,7 @@ class _Replay:
     def _differ(
         self,
         number: int,
-        record: Picked | Released | Recovered | Rationed,
+        record: Picked | Released | PrefillChosen | Recovered | Rationed,
         *,
         kind: str,
         name: str,
@@ -263,6 +287,10 @@ def sampling_of(record: Recovered) -> SamplingParams:
         presence_penalty=1.0 if record.has_penalty else None,
         structured_output={} if record.has_grammar else None,
     )
+
+
+def _worker(record: PrefillChosen, worker: int | None) -> str:
+    return "none" if worker is None else record.workers[worker]
 
 
 def _rank_name(router: DecodeRouter, rank: int | None) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dsched.routing import RoutingReason, RoutingRequest
+from dsched.routing import RankState, RoutingReason, RoutingRequest
 from dsched.trace.candidates import Candidate, list_candidates
 from dsched.trace.records import (
     AnyRecord,
@@ -19,12 +19,13 @@ from dsched.trace.records import (
     Held,
     Keyframe,
     Picked,
+    PrefillChosen,
     Rationed,
     Refused,
     Released,
     Stepped,
 )
-from dsched.trace.view import TraceViews
+from dsched.trace.view import TraceViews, prefill_view
 
 NAMED_KINDS = {
     "Picked": "decided",
@@ -33,6 +34,7 @@ NAMED_KINDS = {
     "FirstToken": "first_token",
     "HandedOff": "handed_off",
     "Changed": "membership_changed",
+    "PrefillChosen": "prefill_chosen",
 }
 
 
@@ -248,9 +250,23 @@ def _keyframe_before(records: Sequence[AnyRecord], number: int, pool: str) -> in
     return number
 
 
+def _prefill_fields(record: AnyRecord) -> dict[str, object]:
+    """The view of a prefill choice as lists, in the order of `workers`."""
+    assert isinstance(record, PrefillChosen)
+    view = prefill_view(record)
+    return {
+        "states": [RankState(int(state)).name.lower() for state in view.states],
+        "worker_buckets": view.worker_bucket.tolist(),
+        "backlog_ns": view.backlog_ns.tolist(),
+        "work_ns": view.work_ns.tolist(),
+    }
+
+
 def _moment_document(moment: Moment) -> dict[str, object]:
     fields = msgspec.structs.asdict(moment.record)
     fields.pop("cells", None)
+    if fields.pop("arrays", None) is not None:
+        fields |= _prefill_fields(moment.record)
     document: dict[str, object] = {"kind": kind_of(moment.record), **fields}
     if moment.decision is not None:
         document["decision"] = {

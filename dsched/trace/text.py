@@ -23,6 +23,7 @@ from dsched.trace.records import (
     Lost,
     Picked,
     Preferred,
+    PrefillChosen,
     Prefilled,
     Rationed,
     Recovered,
@@ -31,6 +32,7 @@ from dsched.trace.records import (
     Stepped,
 )
 from dsched.trace.story import Decision, Moment, Story
+from dsched.trace.view import prefill_view
 
 WIDTH = 80
 TIME_WIDTH = 12
@@ -60,6 +62,11 @@ REASONS = {
     RoutingReason.TOO_LARGE: "no rank's KV could ever hold it",
     RoutingReason.NO_RANK_UP: "no rank may be used",
     RoutingReason.NO_SUCH_RANK: "no rank has the pinned number",
+}
+
+PREFILL_REASONS = {
+    "least_finish": "done soonest in its group",
+    "spilled": "its own group would be done much later",
 }
 
 METHODS = {
@@ -156,6 +163,8 @@ def _ms(time_ns: float) -> str:
     >>> _ms(41_260_000), _ms(170_900), _ms(3_012_000_000)
     ('41.3 ms', '0.171 ms', '3.012 s')
     """
+    if time_ns == 0:
+        return "0 ms"
     if abs(time_ns) >= SECOND:
         return f"{time_ns / SECOND:,.3f} s"
     return f"{time_ns / MS:.1f} ms" if abs(time_ns) >= 10 * MS else f"{time_ns / MS:.3f} ms"
@@ -170,6 +179,8 @@ def _told(moment: Moment, before: object, start_ns: int) -> tuple[str, Iterable[
         waited = _ms(record.time_ns - record.held_ns)
         text = f"waited {waited} at the router; now {_choice(record, moment.decision)}"
         return text, _table(moment.decision)
+    if isinstance(record, PrefillChosen):
+        return _prefill_choice(record), _prefill_table(record)
     if isinstance(record, Held):
         return _told_held(record, before), ()
     if isinstance(record, Dropped):
@@ -197,9 +208,8 @@ def _told_fact(record: object) -> str:
             )
         case Prefilled():
             return (
-                f"its prompt goes to {record.engine_id}/{record.dp_rank} (bucket {record.bucket}, "
-                f"{record.reason}): {_ms(record.work_ns)} of work, done in about "
-                f"{_ms(record.finish_ns)}"
+                f"its prompt goes to {record.engine_id}/{record.dp_rank}: {_ms(record.work_ns)} of "
+                f"work, done in about {_ms(record.finish_ns)}"
             )
         case Stepped():
             return (
@@ -309,6 +319,49 @@ def _choice(record: Picked | Released, decision: Decision | None) -> str:
         return f"{text}; {second.name} was {margin} cheaper but is kept for larger ones"
     share = decision.margin_ns / max(1e-9, second.cost.total_ns - decision.margin_ns)
     return f"{text}; next best {second.name} is {margin} ({share:.1%}) dearer"
+
+
+def _prefill_choice(record: PrefillChosen) -> str:
+    """The chosen prefill worker, and how much later the next would have been done."""
+    if record.worker is None:
+        return f"prefill: no worker is up (length bucket {record.bucket})"
+    name = record.workers[record.worker]
+    why = PREFILL_REASONS.get(record.reason, record.reason)
+    text = f"prefill: {name}, length bucket {record.bucket}, {why}"
+    others = [finish for worker, finish in _finish_times(record) if worker != record.worker]
+    if not others:
+        return f"{text}; there was no other"
+    if min(others) == record.finish_ns:
+        return f"{text}; others would be done as soon, it was its turn"
+    return f"{text}; the next best ends {_ms(abs(min(others) - record.finish_ns))} " + (
+        "later" if min(others) > record.finish_ns else "sooner, in another group"
+    )
+
+
+def _finish_times(record: PrefillChosen) -> list[tuple[int, int]]:
+    """(worker, finish time) of those that could be chosen, soonest first."""
+    view = prefill_view(record)
+    best = view.states.min() if len(view.states) else 0
+    finish = view.backlog_ns + view.work_ns
+    usable = [worker for worker in range(len(finish)) if view.states[worker] == best]
+    times = ((worker, int(finish[worker])) for worker in usable)
+    return sorted(times, key=lambda each: (each[1], each[0] != record.worker))
+
+
+def _prefill_table(record: PrefillChosen) -> Iterator[str]:
+    view = prefill_view(record)
+    times = _finish_times(record)
+    if times:
+        yield f"  {'worker':<16}{'bucket':>8}{'queue ms':>12}{'work ms':>10}{'end ms':>10}"
+    for worker, finish_ns in times[:MAX_SHOWN_CANDIDATES]:
+        mark = ">" if worker == record.worker else " "
+        yield (
+            f"{mark} {_cut(record.workers[worker], 16):<16}{int(view.worker_bucket[worker]):>8}"
+            f"{view.backlog_ns[worker] / MS:>12,.1f}{view.work_ns[worker] / MS:>10,.1f}"
+            f"{finish_ns / MS:>10,.1f}"
+        )
+    if len(times) > MAX_SHOWN_CANDIDATES:
+        yield f"  and {len(times) - MAX_SHOWN_CANDIDATES} more, up to {times[-1][1] / MS:,.1f}"
 
 
 def _table(decision: Decision | None) -> Iterator[str]:

@@ -12,6 +12,7 @@ from dsched.ids import DpRank, EngineId, RankId
 from dsched.routing import DecodeRouter, RoutingRequest
 from dsched.routing import kernels as k
 from dsched.routing.holding import HeldRequest
+from dsched.routing.prefill import PrefillView
 from dsched.routing.snapshot import (
     NUM_PRICES,
     RouterSettings,
@@ -20,7 +21,16 @@ from dsched.routing.snapshot import (
     restore_router,
     set_ranks,
 )
-from dsched.trace.records import Dropped, Held, Keyframe, Picked, Ranks, Record, Released
+from dsched.trace.records import (
+    Dropped,
+    Held,
+    Keyframe,
+    Picked,
+    PrefillChosen,
+    Ranks,
+    Record,
+    Released,
+)
 
 
 class TraceViews:
@@ -89,6 +99,25 @@ def picked_request(record: Picked) -> RoutingRequest:
         num_reserved_tokens=record.num_reserved_tokens,
         pinned_dp_rank=record.pinned_dp_rank,
         excluded_ranks=record.excluded_ranks,
+    )
+
+
+def prefill_view(record: PrefillChosen) -> PrefillView:
+    """What a prefill worker was chosen from. Raises `TraceError` for arrays that do not fit."""
+    count = len(record.workers)
+    values = np.frombuffer(record.arrays, np.int64)
+    if values.size != 4 * count:
+        raise TraceError(f"the trace contradicts itself: {values.size} numbers of {count} workers")
+    states, worker_bucket, backlog_ns, work_ns = values.reshape(4, count)
+    return PrefillView(
+        states=states,
+        worker_bucket=worker_bucket,
+        backlog_ns=backlog_ns,
+        work_ns=work_ns,
+        bucket=record.bucket,
+        tie_offset=record.tie_offset,
+        spill_ratio=record.spill_ratio,
+        spill_ns=record.spill_ns,
     )
 
 

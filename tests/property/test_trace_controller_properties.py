@@ -13,8 +13,16 @@ from dsched.sim.cluster import SimCluster
 from dsched.sim.engine import SimEngineConfig
 from dsched.sim.faults import FaultPlan, run_faults
 from dsched.sim.workload import PoissonArrivals, generate_workload
-from dsched.trace import AnyRecord, Changes, RingRecorder, as_text, replay, tell
-from dsched.trace.records import Ended, HandedOff, Lost, Picked, Recovered, Released
+from dsched.trace import AnyRecord, Changes, RingRecorder, as_document, as_text, replay, tell
+from dsched.trace.records import (
+    Ended,
+    HandedOff,
+    Lost,
+    Picked,
+    PrefillChosen,
+    Recovered,
+    Released,
+)
 
 
 def recorded_faults(seed: int, plan: FaultPlan | None = None) -> list[AnyRecord]:
@@ -46,16 +54,23 @@ def through_the_wire(records: list[AnyRecord]) -> list[AnyRecord]:
 
 
 @settings(max_examples=12)
-@given(seed=st.integers(0, 1 << 20), num_ranks=st.integers(1, 3))
-def test_runs_under_faults_replay_without_a_difference(seed: int, num_ranks: int) -> None:
-    """Also after the records were encoded and decoded."""
-    records = recorded_faults(seed, FaultPlan(num_requests=25, num_ranks=num_ranks))
+@given(
+    seed=st.integers(0, 1 << 20),
+    num_ranks=st.integers(1, 3),
+    num_prefill=st.sampled_from([0, 0, 2]),
+)
+def test_runs_under_faults_replay_without_a_difference(
+    seed: int, num_ranks: int, num_prefill: int
+) -> None:
+    """Also after the records were encoded and decoded, and with a prefill pool."""
+    plan = FaultPlan(num_requests=25, num_ranks=num_ranks, num_prefill_engines=num_prefill)
+    records = recorded_faults(seed, plan)
 
     result = replay(through_the_wire(records))
 
     assert result.first is None
     assert result.num_passed == 0
-    kinds = (Picked, Released, Recovered)
+    kinds = (Picked, Released, Recovered, PrefillChosen)
     assert sum(result.num_decisions.values()) >= sum(isinstance(r, kinds) for r in records)
 
 
@@ -66,8 +81,9 @@ def test_seeds_meet_every_kind_of_decision(seed: int) -> None:
 
 
 def test_the_generator_reaches_every_kind_of_decision() -> None:
-    """Routing, release, recovery and ration, and each way of noticing but a busy engine's."""
+    """Every kind, and each way of noticing but a busy engine's."""
     runs = [recorded_faults(seed) for seed in range(6)]
+    runs.append(recorded_faults(3, FaultPlan(num_prefill_engines=2)))
     counts: dict[str, int] = {}
     for records in runs:
         for kind, count in replay(records).num_decisions.items():
@@ -101,9 +117,10 @@ def test_another_price_is_found() -> None:
     assert replay(records, Changes()).first is None
 
 
-def test_every_request_has_its_story() -> None:
+@pytest.mark.parametrize("num_prefill_engines", [0, 2])
+def test_every_request_has_its_story(num_prefill_engines: int) -> None:
     """Each can be told: it begins, it ends, and no line is wider than a terminal."""
-    records = recorded_faults(3)
+    records = recorded_faults(3, FaultPlan(num_prefill_engines=num_prefill_engines))
     ids = {record.request_id for record in records if isinstance(record, Ended)}
 
     for request_id in ids:
@@ -114,6 +131,9 @@ def test_every_request_has_its_story() -> None:
         assert all(len(line) <= 80 for line in text.splitlines()), text
         is_handed_off = any(isinstance(moment.record, HandedOff) for moment in story.moments)
         assert ("handed off: the client saw a gap" in text) == is_handed_off
+        has_choice = any(isinstance(moment.record, PrefillChosen) for moment in story.moments)
+        assert (" prefill: " in text) == has_choice
+        assert msgspec.json.encode(as_document(story))
 
 
 def test_a_controller_without_a_recorder_decides_the_same() -> None:
