@@ -21,6 +21,7 @@ from dsched.drivers import watch
 from dsched.drivers.base import EngineCapabilities
 from dsched.drivers.http import HttpPool
 from dsched.drivers.http_driver import JSON_HEADERS
+from dsched.drivers.sglang.plugin import TESTED_VERSIONS
 from dsched.drivers.watch import (
     EngineFacts,
     EngineHints,
@@ -31,7 +32,6 @@ from dsched.drivers.watch import (
 )
 from dsched.errors import DriverError, EngineUnreachableError
 
-TRIED_VERSIONS: Final = ("0.5.23",)
 RESERVED_TOKENS: Final = 6
 """Of the context that no answer gets: SGLang refuses prompts within 6 tokens of it
 (`max_req_input_len`), and a handoff's prompt holds what was answered before."""
@@ -73,7 +73,7 @@ class SglangInspector:
     """Implements `EngineInspector` for SGLang."""
 
     kind: str = "sglang"
-    tried_versions: tuple[str, ...] = TRIED_VERSIONS
+    tried_versions: tuple[str, ...] = TESTED_VERSIONS
 
     async def health_problem(self, pool: HttpPool) -> str | None:
         """See `EngineInspector.health_problem`; servers without `/ready` are asked `/health`."""
@@ -94,7 +94,7 @@ class SglangInspector:
         """See `EngineInspector.inspect`; what requests may ask for is only told over HTTP."""
         info = await _ask_info(pool)
         vocab_size = None
-        if info.version is not None and is_tried(info.version, TRIED_VERSIONS):
+        if info.version is not None and is_tried(info.version, TESTED_VERSIONS):
             vocab_size = await _ask_vocab_size(pool)
         return translate_info(
             info, context_tokens=card.max_model_len, vocab_size=vocab_size, host=pool.host
