@@ -34,7 +34,7 @@ from dsched.controller.state import ControllerState
 from dsched.drivers.base import AttemptFinish, FinishReason
 from dsched.drivers.wire import GenerateCommand, KvMeeting, SamplingParams
 from dsched.errors import DriverError, EngineUnreachableError, InvariantError
-from dsched.ids import AttemptId, RankId
+from dsched.ids import AttemptId, EngineId, RankId
 from dsched.routing import PrefillRouter
 from dsched.routing.prefill import choose_worker
 from dsched.states import RankState
@@ -292,10 +292,15 @@ class Prefills:
         self._decide_later(run)
 
     def note_decoded(self, run: RequestRun, finish: AttemptFinish) -> None:
-        """The answer is there: say whether the KV of its prompt had been taken over."""
+        """The answer is there: say whether the KV of its prompt had been taken over.
+
+        Engines that meet cannot answer without it, and count none of it as cached.
+        """
         attempt = attempt_of(run)
+        if run.prefilled_by is None or self._meets(run.prefilled_by.engine_id):
+            return
         is_long = attempt.num_prompt_tokens >= MIN_MISSED_TOKENS
-        if run.prefilled_by is not None and is_long and finish.num_cached_tokens == 0:
+        if is_long and finish.num_cached_tokens == 0:
             self._state.counts.add_prefill("missed")
             log.warning(
                 "transfer.missed",
@@ -303,6 +308,10 @@ class Prefills:
                 engine_id=attempt.engine_id,
                 prefill_engine_id=run.prefilled_by.engine_id,
             )
+
+    def _meets(self, engine_id: EngineId) -> bool:
+        description = self._state.membership.engines[engine_id].description
+        return description is not None and description.kv_meeting is not None
 
     def _decide_later(self, run: RequestRun) -> None:
         self._unplaced.append(run)

@@ -158,6 +158,17 @@ async def test_pairs_meet_in_their_rooms(cluster: Cluster, start_split: Callable
     assert all(double.bodies for double in split.prefills)
 
 
+async def test_pair_that_met_has_missed_nothing(cluster: Cluster, start_split: Callable) -> None:
+    """SGLang counts KV that it was handed as not cached; the answer proves that it came."""
+    await start_split()
+    prompt = [5 + index % 500 for index in range(400)]
+
+    token_ids, _ = await cluster.complete(prompt, max_tokens=5)
+
+    assert token_ids == cluster.model.stream(prompt, 5)
+    assert cluster.service.controller.num_prefills == {"remote": 1}
+
+
 async def test_lost_prefill_server_costs_time_and_no_answer(
     cluster: Cluster, start_split: Callable
 ) -> None:
