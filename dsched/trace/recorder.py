@@ -243,6 +243,16 @@ def null_recorder() -> Recorder:
     return cast(Recorder, _NullRecorder())
 
 
+class _Prefill:
+    """A request whose prompt a rank computes."""
+
+    __slots__ = ("request_id", "steps_left")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.steps_left = MAX_STEPS_OF_PREFILL
+
+
 class RingRecorder:
     """Keeps about the last `max_records` records."""
 
@@ -267,8 +277,10 @@ class RingRecorder:
         self._segment: list[Record] = []
         self._segments: deque[list[Record]] = deque([self._segment], maxlen=NUM_SEGMENTS)
         self._watches: dict[str, ViewWatch] = {}
-        self._prefills: dict[tuple[str, int], list[object]] = {}
-        """Rank -> [request that was sent there last, steps that are still kept]."""
+        self._prefills: dict[tuple[str, int], _Prefill] = {}
+        """By rank: the request that was sent there last."""
+        self._prefill_of: dict[str, tuple[str, int]] = {}
+        """The rank that computes the prompt of each request without a token."""
         self._untaken: list[Record] | None = None
         self._max_untaken = max_untaken
         self._write = write
@@ -400,7 +412,7 @@ class RingRecorder:
         now_ns: int,
     ) -> None:
         engine_id, dp_rank = rank_id
-        self._prefills[engine_id, dp_rank] = [request_id, MAX_STEPS_OF_PREFILL]
+        self._expect_prefill(request_id, (engine_id, dp_rank))
         self._add(
             Booked(
                 now_ns,
@@ -452,7 +464,7 @@ class RingRecorder:
         now_ns: int,
     ) -> None:
         engine_id, dp_rank = rank_id
-        self._prefills[engine_id, dp_rank] = [request_id, MAX_STEPS_OF_PREFILL]
+        self._expect_prefill(request_id, (engine_id, dp_rank))
         self._add(
             Prefilled(
                 now_ns,
@@ -499,10 +511,8 @@ class RingRecorder:
         prefill = self._prefills.get(key)
         if prefill is None or report.num_step_tokens <= report.num_running:
             return
-        steps_left = prefill[1]
-        assert isinstance(steps_left, int)
-        prefill[1] = steps_left - 1
-        if steps_left == 1:
+        prefill.steps_left -= 1
+        if prefill.steps_left == 0:
             del self._prefills[key]
         self._add(
             Stepped(
@@ -518,6 +528,7 @@ class RingRecorder:
         )
 
     def on_first_token(self, request_id: RequestId, now_ns: int) -> None:
+        self._end_prefill(request_id)
         self._add(FirstToken(now_ns, request_id))
 
     def on_loss(
@@ -590,6 +601,7 @@ class RingRecorder:
         prefill_ns: int,
         now_ns: int,
     ) -> None:
+        self._end_prefill(request_id)
         self._add(HandedOff(now_ns, request_id, method, detect_ns, dispatch_ns, prefill_ns))
 
     def on_end(
@@ -603,6 +615,7 @@ class RingRecorder:
         guarantee: str | None,
         now_ns: int,
     ) -> None:
+        self._end_prefill(request_id)
         self._add(
             Ended(now_ns, request_id, outcome, code, num_output_tokens, num_handoffs, guarantee)
         )
@@ -621,6 +634,19 @@ class RingRecorder:
         )
 
     # ---- inside
+
+    def _expect_prefill(self, request_id: str, key: tuple[str, int]) -> None:
+        """Keep the next steps of a rank: they compute this request's prompt."""
+        self._prefill_of[request_id] = key
+        self._prefills[key] = _Prefill(request_id)
+
+    def _end_prefill(self, request_id: str) -> None:
+        key = self._prefill_of.pop(request_id, None)
+        if key is None:
+            return
+        prefill = self._prefills.get(key)
+        if prefill is not None and prefill.request_id == request_id:
+            del self._prefills[key]
 
     def _add(self, record: Record) -> None:
         segment = self._segment
