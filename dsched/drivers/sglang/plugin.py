@@ -92,11 +92,10 @@ def activate() -> None:
     """
     try:
         if agent_settings_from_environment().endpoint is None:
-            log.debug("plugin.skipped reason='DSCHED_ENDPOINT is not set'")
             return
         _register()
     except Exception:  # the door: SGLang must start without us
-        log.exception("plugin.failed; SGLang runs without dsched")
+        log.error("plugin.failed; SGLang runs without dsched", exc_info=True)
 
 
 @functools.cache
@@ -119,7 +118,7 @@ def _make_scheduler(original: Callable[..., Any], scheduler: Any, *args: Any, **
     try:
         attach_scheduler(scheduler)
     except Exception:  # the door
-        log.exception("plugin.failed; SGLang runs without dsched")
+        log.error("plugin.failed; SGLang runs without dsched", exc_info=True)
     return result
 
 
@@ -128,7 +127,7 @@ def _make_controller(_: Any, controller: Any, *args: Any, **kwargs: Any) -> None
     try:
         attach_ranks(controller)
     except Exception:  # the door
-        log.exception("rank.failed; SGLang chooses the ranks")
+        log.error("rank.failed; SGLang chooses the ranks", exc_info=True)
 
 
 def attach_scheduler(scheduler: Any) -> "RankAgent | None":

@@ -56,7 +56,7 @@ class RankChoice:
             self.num_chosen += 1
         else:
             self.num_redirected += 1
-            log.warning("rank.dead dp_rank=%s live=%s; another gets the request", stated, live)
+            log.warning("rank.redirected dp_rank=%s live=%s reason='it is dead'", stated, live)
         budget = controller.dp_budget
         rank = lightest(live, budget.total_tokens, budget.total_requests)
         # Until the next snapshot, so that a burst spreads.
