@@ -6,11 +6,9 @@ them. A disk that is full or too slow ends the file with a line in the log, and 
 
 import asyncio
 import contextlib
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import structlog
 
 from dsched import __version__
@@ -24,6 +22,7 @@ from dsched.trace import (
     TraceWriter,
     as_document,
     as_text,
+    hash_of,
     null_recorder,
     tell,
 )
@@ -49,7 +48,7 @@ class TraceService:
             self.recorder = self._ring = RingRecorder(max_records=self._config.ring_records)
         self._header = Header(
             dsched_version=__version__,
-            config_hash=config_hash(config),
+            config_hash=hash_of(config),
             source="run",
             seed=config.seed,
             wall_s=wall_time_s(),
@@ -195,8 +194,3 @@ class TraceService:
                 reason=self._stop_reason,
                 num_records=writer.num_records,
             )
-
-
-def config_hash(config: Config) -> str:
-    """SHA-256 of the effective configuration, to tell whether two traces had the same."""
-    return sha256(msgspec.json.encode(config, order="sorted")).hexdigest()

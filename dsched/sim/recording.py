@@ -2,15 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from dsched import __version__
 from dsched.errors import ConfigError
-from dsched.trace import Header, Recorder, RingRecorder, TraceWriter
+from dsched.trace import Header, Recorder, RingRecorder, TraceWriter, hash_of
 
 MIN_RING_RECORDS = 1_024
 """Nobody asks a simulation's ring; the file has everything."""
@@ -32,7 +29,7 @@ def recording(
         return
     header = Header(
         dsched_version=__version__,
-        config_hash=sha256(msgspec.json.encode(options, order="sorted")).hexdigest(),
+        config_hash=hash_of(options),
         source=source,
         seed=seed,
         wall_s=0,

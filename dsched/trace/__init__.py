@@ -1,6 +1,6 @@
 """The decision trace: what planners saw and decided, kept in a ring, told and decided again."""
 
-from dsched.trace.files import TraceReader, TraceWriter
+from dsched.trace.files import TraceReader, TraceWriter, hash_of
 from dsched.trace.recorder import Recorder, RingRecorder, null_recorder
 from dsched.trace.records import FORMAT_VERSION, AnyRecord, Header
 from dsched.trace.replay import Changes, Difference, ReplayResult, replay
@@ -21,6 +21,7 @@ __all__ = [
     "TraceWriter",
     "as_document",
     "as_text",
+    "hash_of",
     "newest_request_ids",
     "null_recorder",
     "replay",

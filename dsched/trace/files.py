@@ -15,6 +15,7 @@ import contextlib
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,6 +39,11 @@ class _HeaderVersion(msgspec.Struct, frozen=True):
 
     format: int
     dsched_version: str = "another version"
+
+
+def hash_of(values: object) -> str:
+    """SHA-256 of plain values or a struct, whatever the order of its keys."""
+    return sha256(msgspec.json.encode(values, order="sorted")).hexdigest()
 
 
 class TraceWriter:

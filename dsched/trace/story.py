@@ -25,7 +25,13 @@ from dsched.trace.records import (
     Released,
     Stepped,
 )
-from dsched.trace.view import TraceViews, prefill_view
+from dsched.trace.view import (
+    TraceViews,
+    held_request,
+    picked_request,
+    prefill_view,
+    snapshot_of,
+)
 
 NAMED_KINDS = {
     "Picked": "decided",
@@ -214,30 +220,20 @@ def _request_of(records: Sequence[AnyRecord], number: int) -> RoutingRequest:
     """What was to be placed; of a released request, as it was held."""
     record = records[number]
     if isinstance(record, Picked):
-        return RoutingRequest(
-            num_prompt_tokens=record.num_tokens,
-            num_reserved_tokens=record.num_reserved_tokens,
-            pinned_dp_rank=record.pinned_dp_rank,
-            excluded_ranks=record.excluded_ranks,
-        )
+        return picked_request(record)
     assert isinstance(record, Released)
     for place in range(number - 1, -1, -1):
         held = records[place]
         if isinstance(held, Held) and held.request_id == record.request_id:
-            return RoutingRequest(
-                num_prompt_tokens=held.num_tokens,
-                num_reserved_tokens=held.num_wanted_tokens - held.num_tokens,
-                pinned_dp_rank=held.pinned_dp_rank,
-                excluded_ranks=held.excluded_ranks,
-            )
+            return held_request(held)
         if isinstance(held, Keyframe) and held.pool == record.pool:
-            for key, num_tokens, num_wanted, _, pin, excluded, *_ in held.held:
-                if key == record.request_id:
+            for each in snapshot_of(held).held:
+                if each.request_key == record.request_id:
                     return RoutingRequest(
-                        num_prompt_tokens=num_tokens,
-                        num_reserved_tokens=num_wanted - num_tokens,
-                        pinned_dp_rank=pin,
-                        excluded_ranks=excluded,
+                        num_prompt_tokens=each.num_prompt_tokens,
+                        num_reserved_tokens=each.num_wanted_tokens - each.num_prompt_tokens,
+                        pinned_dp_rank=each.pinned_dp_rank,
+                        excluded_ranks=each.excluded_ranks,
                     )
     return RoutingRequest(num_prompt_tokens=0)
 
