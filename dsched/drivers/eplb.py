@@ -9,12 +9,14 @@ the same bytes. numba is imported with the first plan, not with this module: vLL
 cannot be made in a process that has it.
 """
 
+import logging
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsched.config import EplbSettings
+from dsched.drivers.expert_report import ExpertReporter
 
 
 def plan_slots(
@@ -55,6 +57,56 @@ def plan_slots(
         ),
     )
     return fill_empty(plan.placement.slot_expert.astype(np.int64), num_ranks, current)
+
+
+def report_plan(
+    reporter: ExpertReporter | None,
+    load: NDArray[Any],
+    slots: NDArray[np.int64],
+    *,
+    num_ranks: int,
+    num_steps: int = 0,
+    log: logging.Logger,
+) -> None:
+    """Let the first rank of the EP group show dsched the load that was planned from.
+
+    Profiling without load is nothing to see. Never raises: the plan counts, not its picture.
+    """
+    try:
+        if reporter is None or not reporter.is_on or not load.any() or not _is_first_rank():
+            return
+        balance = plan_balance(load, slots, num_ranks=num_ranks)
+        reporter.send(load, num_steps=num_steps, balance=balance)
+    except Exception as error:  # the door
+        log.warning("eplb.unreported reason=%r", error)
+
+
+def _is_first_rank() -> bool:
+    import torch
+
+    distributed = torch.distributed
+    is_alone = not distributed.is_available() or not distributed.is_initialized()
+    return is_alone or distributed.get_rank() == 0
+
+
+def plan_balance(
+    load: NDArray[Any], slots: NDArray[np.int64], *, num_ranks: int
+) -> NDArray[np.float64]:
+    """Return [L] mean EP-rank load over the largest, a copy taking an equal part of its expert.
+
+    A layer without load is even. No expert of `slots` may be negative.
+
+    >>> plan_balance(np.array([[4, 2]]), np.array([[0, 1, 0, 0]]), num_ranks=2)
+    array([0.9])
+    """
+    per_layer = []
+    for row, experts in zip(np.asarray(load, np.float64), slots, strict=True):
+        copies = np.bincount(experts, minlength=len(row))
+        of_slot = row[experts] / copies[experts]
+        of_rank = of_slot.reshape(num_ranks, -1).sum(axis=1)
+        largest = of_rank.max(initial=0.0)
+        per_layer.append(min(1.0, of_rank.mean() / largest) if largest > 0 else 1.0)
+    return np.array(per_layer)
 
 
 def fill_empty(

@@ -24,6 +24,7 @@ from dsched.drivers.base import (
     AttemptSink,
     EngineDescription,
     EngineListener,
+    ExpertLoad,
     FinishReason,
 )
 from dsched.drivers.http import Headers, HttpExchange, HttpPool, SseSplitter
@@ -130,6 +131,7 @@ class HttpDriver:
         self._attempts: dict[AttemptId, _Attempt] = {}
         self._hellos: dict[int, AgentHello] = {}
         self._description: EngineDescription | None = None
+        self._expert_load: ExpertLoad | None = None
         self._listener: EngineListener | None = None
         self._watch: EngineWatch | None = None
         self._watch_task: asyncio.Task[None] | None = None
@@ -277,6 +279,13 @@ class HttpDriver:
         ):
             self._listener.on_report(report)
 
+    def on_expert_load(self, load: ExpertLoad) -> None:
+        self._expert_load = load
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Implements `ExpertLoadSource`: what a worker of the engine said last."""
+        return self._expert_load
+
     def on_goodbye(self, goodbye: AgentGoodbye) -> None:
         self._hellos.pop(goodbye.dp_rank, None)
         if self._watch is not None:
@@ -294,6 +303,7 @@ class HttpDriver:
 
     def on_down(self, reason: str, evidence: Evidence = Evidence.SOCKET) -> None:
         self._description = None
+        self._expert_load = None
         # What they said was about the engine that is gone; a live agent greets again in a second.
         self._hellos.clear()
         if self._listener is not None:

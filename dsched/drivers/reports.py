@@ -25,20 +25,24 @@ import structlog
 import zmq
 
 from dsched.clock import Clock, SystemClock
+from dsched.drivers.base import ExpertLoad
+from dsched.drivers.expert_report import decode_expert_load
 from dsched.drivers.wire import (
     WIRE_VERSION,
     AgentCommand,
     AgentGoodbye,
     AgentHello,
     AgentMessage,
+    ExpertLoadReport,
     RankReport,
     SayHello,
 )
 from dsched.errors import ConfigError
 from dsched.ids import DpRank, EngineId, RankId
 
-MAX_MESSAGE_BYTES: Final = 65_536
-"""One message of an agent; the largest are a few hundred bytes. More closes the connection."""
+MAX_MESSAGE_BYTES: Final = 524_288
+"""One message of an agent; the largest are expert loads, others a few hundred bytes. More closes
+the connection."""
 MAX_PENDING_MESSAGES: Final = 65_536
 """Messages that ZeroMQ holds for us. Below: bursts of many ranks are lost. Above: after a pause
 dsched works through loads that are long out of date."""
@@ -74,6 +78,10 @@ class ReportSubscriber(Protocol):
         ...
 
     def on_report(self, report: RankReport) -> None: ...
+
+    def on_expert_load(self, load: ExpertLoad) -> None:
+        """A worker of the engine has counted what its experts had to do."""
+        ...
 
     def on_goodbye(self, goodbye: AgentGoodbye) -> None:
         """The engine stops this rank on purpose."""
@@ -277,8 +285,18 @@ class ReportReader:
         elif isinstance(message, AgentHello):
             if self._is_current_hello(message, frames[0]):
                 subscriber.on_hello(message)
+        elif isinstance(message, ExpertLoadReport):
+            self._take_expert_load(message, subscriber)
         elif self._is_current_goodbye(message):
             subscriber.on_goodbye(message)
+
+    def _take_expert_load(self, report: ExpertLoadReport, subscriber: ReportSubscriber) -> None:
+        try:
+            load = decode_expert_load(report, now_ns=self._clock.now_ns())
+        except ValueError:
+            self.drops["malformed"] += 1
+            return
+        subscriber.on_expert_load(load)
 
     def _decode(self, frames: list[bytes]) -> AgentMessage | None:
         try:
@@ -396,5 +414,5 @@ def check_endpoint(endpoint: str) -> None:
         raise ConfigError(f"agent endpoint {endpoint!r}: port {port} is above 65535")
 
 
-def _rank_id(message: AgentMessage) -> RankId:
+def _rank_id(message: RankReport | AgentHello | AgentGoodbye) -> RankId:
     return RankId(EngineId(message.engine_id), DpRank(message.dp_rank))

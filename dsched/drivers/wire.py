@@ -152,6 +152,26 @@ class AgentHello(Wire, frozen=True, kw_only=True, tag="hello"):
     """DP ranks of its engine that the engine itself has stopped using."""
 
 
+MAX_EXPERT_CELLS = 131_072
+"""Layers times experts of one report of expert load."""
+
+
+class ExpertLoadReport(Wire, frozen=True, kw_only=True, tag="expert_load"):
+    """Expert load of an engine's last load window, from one of its workers."""
+
+    engine_id: str
+    num_layers: Annotated[int, Meta(ge=1, le=MAX_EXPERT_CELLS)]
+    num_experts: Annotated[int, Meta(ge=1, le=MAX_EXPERT_CELLS)]
+    num_steps: Count = 0
+    """Steps of the window; 0: the engine does not say."""
+    largest: tuple[Count, ...]
+    """[L] load of the hottest expert of each layer."""
+    shares: bytes
+    """[L, E] little-endian uint16, load over the largest of its layer times 65535, deflated."""
+    balance: tuple[Annotated[float, Meta(ge=0, le=1)], ...] | None = None
+    """[L] balancedness of the placement that was planned from it."""
+
+
 class AgentGoodbye(Wire, frozen=True, kw_only=True, tag="goodbye"):
     """The engine stops on purpose."""
 
@@ -160,7 +180,7 @@ class AgentGoodbye(Wire, frozen=True, kw_only=True, tag="goodbye"):
     dp_rank: Count
 
 
-AgentMessage = RankReport | AgentHello | AgentGoodbye
+AgentMessage = RankReport | AgentHello | AgentGoodbye | ExpertLoadReport
 
 
 class SetStepBudget(Wire, frozen=True, kw_only=True, tag="set_step_budget"):

@@ -100,24 +100,25 @@ class EventRing:
         if last is None:
             return
         counts = (
-            ("front door", "warning", now.num_refused - last.num_refused, "requests refused"),
-            ("front door", "error", now.num_errors - last.num_errors, "requests ended in error"),
+            ("front door", "warning", now.num_refused - last.num_refused, "request{} refused"),
+            ("front door", "error", now.num_errors - last.num_errors, "request{} ended in error"),
             (
                 "policy",
                 "warning",
                 now.num_policy_errors - last.num_policy_errors,
-                "decisions fell back to the default",
+                "decision{} fell back to the default",
             ),
             (
                 "fence",
                 "warning",
                 now.num_fenced_tokens - last.num_fenced_tokens,
-                "late tokens dropped",
+                "late token{} dropped",
             ),
         )
         for subject, level, count, what in counts:
             if count > 0:
-                self.add(time_s, level, subject, f"{count} {what}")
+                text = what.format("" if count == 1 else "s")
+                self.add(time_s, level, subject, f"{count} {text}")
         for pool, absorbs in now.absorbs_loss.items():
             if absorbs is not last.absorbs_loss.get(pool, absorbs):
                 level = "info" if absorbs else "warning"

@@ -17,7 +17,8 @@ import numpy as np
 from dsched.rng import stream
 
 MODEL: Final = "dsched-sim"
-START_TIMEOUT_S: Final = 120.0
+LONGEST: Final = 8
+"""Prompts and answers are at most so many times the mean, so that they fit small engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +102,13 @@ async def _ask_for_ever(
     mean_tokens: int,
     pause_s: float,
 ) -> None:
+    longest = LONGEST * mean_tokens
     while True:
         await asyncio.sleep(float(rng.exponential(pause_s)))
         body = {
             "model": MODEL,
-            "prompt": "word " * int(1 + rng.lognormal(np.log(mean_tokens), 1.0)),
-            "max_tokens": int(1 + rng.exponential(mean_tokens)),
+            "prompt": "word " * min(int(1 + rng.lognormal(np.log(mean_tokens), 1.0)), longest),
+            "max_tokens": min(int(1 + rng.exponential(mean_tokens)), longest),
             "stream": True,
             "ignore_eos": True,
         }

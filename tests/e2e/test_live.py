@@ -3,10 +3,15 @@
 import asyncio
 
 import aiohttp
+import numpy as np
 from double_cluster import PROMPT, Cluster
 
 from dsched.cli.live_client import LiveClient, open_session
+from dsched.config import AgentSettings
+from dsched.drivers.base import ExpertLoadSource
+from dsched.drivers.expert_report import ExpertReporter
 from dsched.frontdoor.live import STATES, LiveSnapshot, column_fault
+from dsched.ids import EngineId
 
 
 async def picture(cluster: Cluster) -> LiveSnapshot:
@@ -65,3 +70,24 @@ async def test_streams_end_with_the_process(two_engines: Cluster) -> None:
         rest = await asyncio.wait_for(response.content.read(), 5)
         await stopping
     assert rest.startswith(b"data: ") or rest == b""
+
+
+async def test_expert_load_of_an_engine_is_shown(cluster: Cluster) -> None:
+    """A worker of the engine sends it; after the engine's death it is not shown any more."""
+    double = await cluster.add_double()
+    await cluster.start_service()
+    await cluster.wait_until_up()
+    reporter = ExpertReporter(AgentSettings(endpoint=cluster.agent_endpoint, engine_id="p-0"))
+    reporter.send(np.array([[10, 30, 20, 0]]), num_steps=5, balance=np.array([0.9]))
+    driver = cluster.service.fleet.drivers[EngineId("p-0")]
+    assert isinstance(driver, ExpertLoadSource)
+    await cluster.wait_until(driver.expert_load)
+    (load,) = (await picture(cluster)).expert_load
+    reporter.close()
+    await double.kill()
+    await cluster.wait_until_up(0)
+
+    assert (load.engine_id, load.num_layers, load.num_experts) == ("p-0", 1, 4)
+    assert (load.hottest, load.balance, load.num_steps) == ([2.0], [0.9], 5)
+    assert not load.is_simulated
+    assert (await picture(cluster)).expert_load == ()

@@ -6,9 +6,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
+from dsched.drivers.expert_report import decode_expert_load
 from dsched.drivers.vllm.launcher import find_vllm_python
+from dsched.drivers.wire import ExpertLoadReport
 from dsched.testing.vllm_engines import is_vllm_there
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -20,14 +24,37 @@ SCRIPT = Path(__file__).parent / "eplb_policy_run.py"
 def answer() -> dict[str, Any]:
     if not is_vllm_there():
         pytest.skip("no vLLM environment; run `make .venv-vllm/.ready`")
-    env = os.environ | {"DSCHED_EPLB": "1", "OMP_NUM_THREADS": "1"}
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.rcvtimeo = 10_000
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    env = os.environ | {
+        "DSCHED_EPLB": "1",
+        "OMP_NUM_THREADS": "1",
+        "DSCHED_ENDPOINT": f"tcp://127.0.0.1:{port}",
+        "DSCHED_ENGINE_ID": "wide-0",
+    }
     command = [str(find_vllm_python()), str(SCRIPT)]
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr[-3_000:]
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found["report"] = socket.recv_multipart()[1]
+    context.destroy(linger=0)
     return found
+
+
+def test_the_load_that_was_planned_from_is_reported(answer: dict[str, Any]) -> None:
+    """For dsched's live picture: the first plan with a load, and how even it made the ranks."""
+    report = msgspec.msgpack.decode(answer["report"], type=ExpertLoadReport)
+    load = decode_expert_load(report, now_ns=0)
+
+    assert report.engine_id == "wide-0"
+    assert load.counts.shape == (6, 64)
+    assert load.counts.max() <= 100_000
+    assert load.balance is not None
+    assert 0.9 < load.balance.mean() <= 1.0
 
 
 def test_the_plug_in_puts_our_policy_into_vllms_table(answer: dict[str, Any]) -> None:

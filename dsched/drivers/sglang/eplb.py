@@ -23,8 +23,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dsched.config import EplbSettings, eplb_settings_from_environment
-from dsched.drivers.eplb import plan_slots
+from dsched.config import (
+    EplbSettings,
+    agent_settings_from_environment,
+    eplb_settings_from_environment,
+)
+from dsched.drivers.eplb import plan_slots, report_plan
+from dsched.drivers.expert_report import ExpertReporter
 
 if TYPE_CHECKING:
     from dsched.eplb import ExpertPlacement, Planner
@@ -40,6 +45,8 @@ class ExpertRebalance:
     """State: the placement in use while SGLang asks for the next one."""
 
     settings: EplbSettings
+    reporter: ExpertReporter | None = None
+    """Told the load of each plan, by the first rank of the EP group."""
     num_plans: int = 0
     num_moves: int = 0
     """Expert copies that plans have put on ranks that did not hold their expert."""
@@ -74,6 +81,15 @@ class ExpertRebalance:
         import torch
 
         tokens = _argument(args, kwargs, 0, "tokens_per_expert")
+        width = int(_argument(args, kwargs, 2, "num_local_physical_experts"))
+        report_plan(
+            self.reporter,
+            tokens.detach().cpu().sum(dim=0).numpy(),
+            slots,
+            num_ranks=slots.shape[1] // width,
+            num_steps=len(tokens),
+            log=log,
+        )
         maps = maps_of(slots, num_experts=tokens.shape[-1])
         return tuple(torch.from_numpy(array) for array in maps)
 
@@ -165,7 +181,8 @@ def attach_eplb() -> ExpertRebalance | None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     warm_up(settings)
-    rebalance = ExpertRebalance(settings=settings)
+    reporter = ExpertReporter(agent_settings_from_environment())
+    rebalance = ExpertRebalance(settings=settings, reporter=reporter)
     HookRegistry.register(REBALANCE, rebalance.around_rebalance, HookType.AROUND)
     HookRegistry.register(METADATA, rebalance.around_metadata, HookType.AROUND)
     log.info("eplb.activated trigger=%s stop=%s", settings.trigger, settings.stop)

@@ -16,8 +16,13 @@ vLLM does, with vLLM's tensors and table, but no weights move.
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from dsched.config import EplbSettings, eplb_settings_from_environment
-from dsched.drivers.eplb import plan_slots
+from dsched.config import (
+    EplbSettings,
+    agent_settings_from_environment,
+    eplb_settings_from_environment,
+)
+from dsched.drivers.eplb import plan_slots, report_plan
+from dsched.drivers.expert_report import ExpertReporter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,8 +35,11 @@ POLICY_NAME: Final = "default"
 log = logging.getLogger("vllm.dsched")
 
 
-def make_policy(settings: EplbSettings) -> type[Any]:
-    """Return a policy class for vLLM's table; `fallback` is the one it replaces."""
+def make_policy(settings: EplbSettings, reporter: ExpertReporter | None = None) -> type[Any]:
+    """Return a policy class for vLLM's table; `fallback` is the one it replaces.
+
+    The first rank of the EP group tells `reporter` the load of each plan.
+    """
     import torch
     from vllm.distributed.eplb.policy import AbstractEplbPolicy, DefaultEplbPolicy
 
@@ -53,8 +61,9 @@ def make_policy(settings: EplbSettings) -> type[Any]:
             """Return the logical expert of each slot, [layers, num_replicas], int64 on the CPU."""
             old = old_global_expert_indices
             try:
+                load = weight.detach().cpu().numpy()
                 slots = plan_slots(
-                    weight.detach().cpu().numpy(),
+                    load,
                     num_slots=num_replicas,
                     num_ranks=num_ranks,
                     num_nodes=num_nodes,
@@ -67,6 +76,7 @@ def make_policy(settings: EplbSettings) -> type[Any]:
                 return cls.fallback.rebalance_experts(
                     weight, num_replicas, num_groups, num_nodes, num_ranks, old
                 )
+            report_plan(reporter, load, slots, num_ranks=num_ranks, log=log)
             return torch.from_numpy(slots)
 
     return DschedEplbPolicy
@@ -81,7 +91,7 @@ def activate() -> None:
 
     if hasattr(policy.EPLB_POLICIES[POLICY_NAME], "fallback"):
         return
-    ours = make_policy(settings)
+    ours = make_policy(settings, ExpertReporter(agent_settings_from_environment()))
     policy.EPLB_POLICIES[POLICY_NAME] = ours
     # The state starts with the class it imported, before it looks into the table.
     eplb_state.DefaultEplbPolicy = ours

@@ -234,12 +234,12 @@ def test_counters_become_lines_when_they_move() -> None:
     ring = EventRing()
     ring.note_sample(watched(num_refused=5), 1.0)
     assert texts(ring) == []
-    ring.note_sample(watched(num_refused=9, num_errors=2), 2.0)
-    ring.note_sample(watched(num_refused=9, num_errors=2), 3.0)
+    ring.note_sample(watched(num_refused=9, num_errors=1), 2.0)
+    ring.note_sample(watched(num_refused=9, num_errors=1), 3.0)
 
     assert texts(ring) == [
         ("warning", "front door", "4 requests refused"),
-        ("error", "front door", "2 requests ended in error"),
+        ("error", "front door", "1 request ended in error"),
     ]
 
 
