@@ -7,7 +7,7 @@ did not start live on.
 
 import asyncio
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -44,6 +44,7 @@ from dsched.controller import (
     ControllerSettings,
     EngineStatus,
     LoopTickHost,
+    PoolSpec,
     RankStatus,
 )
 from dsched.costs.prefill import PrefillCostModel
@@ -62,6 +63,7 @@ from dsched.frontdoor.spans import RequestSpans
 from dsched.ids import AttemptIds, DpRank, EngineId, RankId
 from dsched.metrics import MetricsExporter, Sample
 from dsched.plugins import RebalanceView
+from dsched.registry.cluster import ClusterView
 from dsched.registry.member import RegistryMember
 from dsched.registry.records import EngineRow, InstanceRow, RankRow, WorkersView
 from dsched.routing import DecodeRouter, PrefillRouter, RoutingRequest
@@ -170,7 +172,7 @@ class Service:
         self._start_rank_watches()
         self.rebalancing.start()
         self._stops.add("placement", self.rebalancing.stop)
-        self.member.start(instance=self._instance_row(), engines=self._engine_rows)
+        self.member.start(instance=self._instance_row(), engines=self._registered_rows)
         self._stops.add("registry member", self.member.stop)
         log.info(
             "service.started",
@@ -298,6 +300,15 @@ class Service:
             started_s=self._started_s,
         )
 
+    def _registered_rows(self) -> tuple[EngineRow, ...]:
+        """What the registry is told, once a second; and what it says of the pools' other users."""
+        if not self.is_simulated:  # simulated engines are each process's own
+            for pool, index, count in find_peers(
+                self.fleet.pools, self.member.cluster, own_id=self.instance_id
+            ):
+                self.controller.set_peers(pool, router_index=index, num_routers=count)
+        return self._engine_rows()
+
     def _engine_rows(self) -> tuple[EngineRow, ...]:
         return tuple(
             _engine_row(
@@ -307,6 +318,18 @@ class Service:
             )
             for status in self.controller.engine_statuses()
         )
+
+
+def find_peers(
+    pools: Iterable[PoolSpec], cluster: ClusterView, *, own_id: str
+) -> Iterator[tuple[str, int, int]]:
+    """(pool, number of this process, how many there are) among the dsched processes over a pool."""
+    for pool in pools:
+        first = min((engine.engine_id for engine in pool.engines), default=None)
+        if first is None:
+            continue
+        instance_ids = sorted({own_id, *cluster.drivers_of(first)})
+        yield pool.name, instance_ids.index(own_id), len(instance_ids)
 
 
 def warm_router() -> None:

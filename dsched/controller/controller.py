@@ -215,6 +215,16 @@ class Controller:
         self._state.policies = policies
         return old
 
+    def set_peers(self, pool: str, *, router_index: int, num_routers: int) -> None:
+        """Say which of how many dsched processes over a pool's engines this one is now.
+
+        Raises `ValueError` for a pool that is not there, or a number that is not one of them.
+        """
+        if pool not in self._state.pools:
+            raise ValueError(f"no pool is called {pool!r}")
+        router = self._state.pools[pool].router
+        router.set_peers(router_index=router_index, num_routers=num_routers)
+
     @property
     def membership(self) -> Membership:
         """Who is there, in which state. Read it only."""

@@ -20,7 +20,7 @@ from dsched.registry.base import (
     RegistryEntry,
     WatchLostError,
 )
-from dsched.registry.records import WorkersView, read_workers
+from dsched.registry.records import WorkersView, engine_key, read_workers
 
 log = structlog.get_logger(__name__)
 
@@ -51,6 +51,13 @@ class ClusterView:
         """Return what was heard last. O(entries)."""
         entries = tuple(entry for _, entry in sorted(self._entries.items()))
         return read_workers(Listing(entries=entries, revision=(self._next_revision or 1) - 1))
+
+    def drivers_of(self, engine_id: str) -> tuple[str, ...]:
+        """The dsched processes that have registered this engine, by instance id. O(entries)."""
+        prefix = engine_key(engine_id, "")
+        return tuple(
+            sorted(key.removeprefix(prefix) for key in self._entries if key.startswith(prefix))
+        )
 
     async def run(self) -> None:
         """Follow until cancelled; nothing that the registry does ends it."""

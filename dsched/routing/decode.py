@@ -72,6 +72,8 @@ DEFAULT_BASE_NS = 15_000_000.0
 
 _NOTHING_EXCLUDED: NDArray[np.int64] = np.empty(0, np.int64)
 _NOTHING_EXCLUDED.flags.writeable = False
+_NOTHING_AWAY: NDArray[np.bool_] = np.empty(0, np.bool_)
+_NOTHING_AWAY.flags.writeable = False
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +181,8 @@ class DecodeRouter:
         if num_routers < 1:
             raise ValueError(f"num_routers is {num_routers}; it must be at least 1")
         self._router_index = router_index
+        self._is_away: NDArray[np.bool_] | None = None
+        """See `_ranks_away`; `None` when ranks or routers have changed."""
         self._num_routers = num_routers
         if gather_ns < 0:
             raise ValueError(f"gather_ns is {gather_ns}; it must not be negative")
@@ -209,6 +213,7 @@ class DecodeRouter:
             kv_capacity_tokens=kv_capacity_tokens,
             max_running_requests=max_running_requests,
         )
+        self._is_away = None
         if self._prices.shape[1] < self.ledger.num_ranks:
             old = self._prices
             self._prices = np.empty((3, self.ledger.table.shape[1]))
@@ -265,8 +270,37 @@ class DecodeRouter:
 
     def is_home_elsewhere(self, rank: int) -> bool:
         """Whether another router over the same ranks is asked first to fill this one."""
-        num_routers = self._num_routers if self._num_routers <= self.ledger.num_ranks else 1
-        return num_routers > 1 and rank % num_routers != self._router_index % num_routers
+        is_away = self._ranks_away()
+        return bool(len(is_away) and is_away[rank])
+
+    def set_peers(self, *, router_index: int, num_routers: int) -> None:
+        """Say which of how many routers over the same engines this one is now.
+
+        Raises `ValueError` for a number that is not one of them.
+        """
+        if not 0 <= router_index < num_routers:
+            raise ValueError(f"router_index {router_index} is not one of {num_routers} routers")
+        if (router_index, num_routers) == (self._router_index, self._num_routers):
+            return
+        self._router_index, self._num_routers = router_index, num_routers
+        self._is_away = None
+
+    def _ranks_away(self) -> NDArray[np.bool_]:
+        """[D] ranks that are at home with another router; empty where all are here.
+
+        Homes follow the order of rank ids, which is the same in every process; the order in which
+        engines came up is not.
+        """
+        if self._is_away is None:
+            num_ranks = self.ledger.num_ranks
+            if not 1 < self._num_routers <= num_ranks:
+                self._is_away = _NOTHING_AWAY
+            else:
+                order = sorted(range(num_ranks), key=self.ledger.rank_id)
+                home = np.empty(num_ranks, np.int64)
+                home[order] = np.arange(num_ranks) % self._num_routers
+                self._is_away = home != self._router_index % self._num_routers
+        return self._is_away
 
     def set_prices(self, *, request_ns: float, kv_token_ns: float, rank: int | None = None) -> None:
         """Set b and c in ns, of one rank or of all (then also of ranks added later).
@@ -462,8 +496,7 @@ class DecodeRouter:
                 self._tie_offset % num_ranks,
                 max_state,
                 level_tokens,
-                self._num_routers,
-                self._router_index % self._num_routers,
+                self._ranks_away(),
                 ignore_room,
             )
             if num_usable:

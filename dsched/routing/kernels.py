@@ -91,8 +91,7 @@ def pick_rank(
     tie_offset: int,
     max_state: int,
     level_tokens: int,
-    num_routers: int,
-    router_index: int,
+    is_away: NDArray[np.bool_],
     ignore_room: bool,  # noqa: FBT001  compiled functions take no keyword-only arguments
 ) -> tuple[int, float, int, int, int]:
     """Choose an eligible rank by its cost after adding the request. O(D).
@@ -100,9 +99,10 @@ def pick_rank(
     The fullest of those that cost at most what a lone request of `level_tokens` costs; if there is
     none (always with 0), the one with the least cost.
 
-    With several routers each rank has a home router. A rank that is at home elsewhere is taken as
-    if that router had just sent it a request like this one: it is chosen only where it is cheaper
-    by that much, so routers with the same view do not all fill the same rank.
+    With several routers each rank has a home router. A rank that is at home elsewhere (`is_away`
+    [D], or empty where all are here) is taken as if that router had just sent it a request like
+    this one: it is chosen only where it is cheaper by that much, so routers with the same view do
+    not all fill the same rank.
 
     Returns (rank or NO_RANK, cost in ns, ranks that may be used, those whose whole KV could hold
     the request, those with room now).
@@ -111,8 +111,6 @@ def pick_rank(
     best_cost = np.inf
     fullest = NO_RANK
     fullest_cost = -1.0
-    if num_routers > num_ranks:
-        num_routers = 1
     num_usable = 0
     num_large_enough = 0
     num_with_room = 0
@@ -139,7 +137,7 @@ def pick_rank(
         ) + prices[KV_TOKEN_NS, rank] * (
             table[OWN_KV, rank] + table[OTHER_KV, rank] + prompt_tokens
         )
-        if num_routers > 1 and rank % num_routers != router_index:
+        if is_away.shape[0] and is_away[rank]:
             cost += HOME_MARGIN * (
                 prices[REQUEST_NS, rank] + prices[KV_TOKEN_NS, rank] * prompt_tokens
             )

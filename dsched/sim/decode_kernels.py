@@ -329,8 +329,7 @@ def _pick_own(state: State, limits: Limits, tokens: int, level: int, ignore_room
         state.counters[C_BOUND] % limits.num_ranks,
         k.UP,
         level,
-        1,
-        0,
+        np.empty(0, np.bool_),
         ignore_room,
     )
     return rank

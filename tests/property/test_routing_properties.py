@@ -65,7 +65,11 @@ def test_a_choice_is_that_of_its_plain_twin(
     loads, prices = table
     num_ranks = loads.shape[1]
     arguments = (loads, prices, num_ranks, prompt, prompt + reserve, pin)
-    rest = (offset % num_ranks, max_state, level, *routers, ignore_room)
+    num_routers, router_index = routers
+    is_away = np.arange(num_ranks) % num_routers != router_index
+    if not 1 < num_routers <= num_ranks:
+        is_away = is_away[:0]
+    rest = (offset % num_ranks, max_state, level, is_away, ignore_room)
     fast = k.pick_rank(*arguments, np.array(excluded, np.int64), *rest)
     assert fast == twin.pick_rank(*arguments, excluded, *rest)
     rank = fast[0]

@@ -44,8 +44,7 @@ def pick_rank(
     tie_offset: int,
     max_state: int,
     level_tokens: int,
-    num_routers: int,
-    router_index: int,
+    is_away: np.ndarray,
     ignore_room: bool,  # noqa: FBT001  as the compiled one
 ) -> tuple[int, float, int, int, int]:
     """`kernels.pick_rank` as filters and sorts."""
@@ -62,12 +61,10 @@ def pick_rank(
     candidates = large if ignore_room else roomy
     if not candidates:
         return (k.NO_RANK, np.inf, *counts)
-    if num_routers > num_ranks:
-        num_routers = 1
 
     def cost(rank: int) -> float:
         own = rank_cost(table, prices, rank, prompt_tokens)
-        if num_routers == 1 or rank % num_routers == router_index:
+        if not len(is_away) or not is_away[rank]:
             return own
         return own + k.HOME_MARGIN * (
             prices[k.REQUEST_NS, rank] + prices[k.KV_TOKEN_NS, rank] * prompt_tokens

@@ -7,9 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dsched.cli.service import find_peers
 from dsched.clock import ManualClock, SystemClock
 from dsched.config import Config, RegistryConfig
+from dsched.controller import EngineSpec, PoolSpec
 from dsched.errors import ConfigError, RegistryError
+from dsched.ids import EngineId
 from dsched.registry import (
     ClusterView,
     EngineRow,
@@ -330,3 +333,20 @@ async def test_start_does_not_wait_for_an_etcd_that_is_not_required() -> None:
     await member.close()
 
     assert not member.registration.status().is_registered
+
+
+def test_who_drives_an_engine_is_known_by_their_keys() -> None:
+    """Each dsched process finds its own number among those over the same pool."""
+    rows = [("e0", "b"), ("e0", "a"), ("e1", "c"), ("e00", "d")]
+    entries = tuple(
+        entry(engine_key(engine_id, instance_id), engine(engine_id), index + 1)
+        for index, (engine_id, instance_id) in enumerate(rows)
+    )
+    view, _ = follow(ScriptedRegistry([Listing(entries=entries, revision=4)], [[]]))
+    pools = [
+        PoolSpec(name=name, model=name, engines=(EngineSpec(engine_id=first, model=name),))
+        for name, first in (("p", EngineId("e0")), ("q", EngineId("e1")), ("r", EngineId("e9")))
+    ]
+
+    assert view.drivers_of("e0") == ("a", "b")
+    assert list(find_peers(pools, view, own_id="b")) == [("p", 1, 2), ("q", 0, 2), ("r", 0, 1)]

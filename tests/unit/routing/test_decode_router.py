@@ -75,6 +75,43 @@ def test_routers_with_one_view_choose_different_ranks(
     assert sum(counts) == num_routers * each
 
 
+def test_homes_are_the_same_whatever_order_engines_came_up_in() -> None:
+    """Every rank is at home with exactly one of the routers, and those that come later too."""
+    names = ["e1", "e3", "e0", "e2"]
+    routers = []
+    for index, order in enumerate((names, names[::-1])):
+        router = DecodeRouter(router_index=index, num_routers=2)
+        for name in order:
+            for dp_rank in range(2):
+                router.add_rank(
+                    RankId(EngineId(name), DpRank(dp_rank)),
+                    kv_capacity_tokens=1_000,
+                    max_running_requests=8,
+                )
+        routers.append(router)
+
+    away = [
+        {router.rank_id(rank) for rank in range(8) if router.is_home_elsewhere(rank)}
+        for router in routers
+    ]
+
+    assert [len(each) for each in away] == [4, 4]
+    assert not away[0] & away[1]
+
+
+def test_routers_that_come_and_go_change_homes() -> None:
+    """A router that is told that it is alone is at home everywhere."""
+    router = make_router(4, router_index=1)
+    router.set_peers(router_index=1, num_routers=2)
+    assert sum(router.is_home_elsewhere(rank) for rank in range(4)) == 2
+
+    router.set_peers(router_index=0, num_routers=1)
+
+    assert not any(router.is_home_elsewhere(rank) for rank in range(4))
+    with pytest.raises(ValueError, match="router_index 2 is not one of 2 routers"):
+        router.set_peers(router_index=2, num_routers=2)
+
+
 def test_sequential_requests_use_every_rank(router: DecodeRouter) -> None:
     """One request at a time on idle ranks: none is starved (ai-dynamo/dynamo#7836)."""
     ranks = []
