@@ -1,8 +1,10 @@
 """`dsched explain` and `dsched replay` over files: what they print, and what bad input gets."""
 
 import json
+import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 from command_line import run_dsched as dsched
 
@@ -12,7 +14,17 @@ from dsched.rng import stream
 from dsched.sim.faults import FaultPlan, run_faults
 from dsched.sim.recording import recording
 from dsched.trace import TraceReader, as_text, newest_request_ids, tell
+from dsched.trace.files import _FRAME_HEAD, MAGIC
 from dsched.trace.records import HandedOff, Held, Picked
+
+
+def newer_file() -> bytes:
+    """A trace of a later dsched, with a field that this one does not know."""
+    header = msgspec.msgpack.encode({"format": 99, "dsched_version": "9.9", "new": 1})
+    return MAGIC + _FRAME_HEAD.pack(len(header), zlib.crc32(header)) + header
+
+
+NEWER = newer_file()
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +116,21 @@ def test_held_requests_are_told_how_long_they_waited(trace: Path) -> None:
     assert " at the router; now e" in text
 
 
+def test_a_request_that_still_runs_is_told_so_far(trace: Path) -> None:
+    """With a line that says so; one whose beginning is gone says that."""
+    records = list(TraceReader(trace))
+    request_id = ids_with(trace, HandedOff)[0]
+    places = [n for n, each in enumerate(records) if getattr(each, "request_id", "") == request_id]
+
+    running = tell(records[: places[-1]], request_id)
+    late = tell(records[places[1] :], request_id)
+
+    assert running is not None
+    assert late is not None
+    assert as_text(running).endswith("It has not ended yet.\n")
+    assert "The trace no longer has its beginning." in as_text(late)
+
+
 def test_no_text_and_no_token_id_is_in_a_trace(trace: Path) -> None:
     """Records have names and counts; whatever is a list of numbers is ranks or cells."""
     for record in TraceReader(trace):
@@ -154,7 +181,11 @@ def test_a_cut_file_is_used_as_far_as_it_goes(trace: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("command", [("replay",), ("explain", "r", "--trace")])
 @pytest.mark.parametrize(
     ("data", "found"),
-    [(b"a,b\n1,2\n", "is not a decision trace"), (b"DSCHEDT\n\x05", "cut off before its header")],
+    [
+        (b"a,b\n1,2\n", "is not a decision trace"),
+        (b"DSCHEDT\n\x05", "cut off before its header"),
+        (NEWER, "was written by dsched 9.9 in format 99; this dsched reads formats up to 1"),
+    ],
 )
 def test_what_is_no_trace_is_one_line(
     command: tuple[str, ...], data: bytes, found: str, tmp_path: Path
