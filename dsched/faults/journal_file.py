@@ -1,8 +1,10 @@
 """The token journal on disk: a SQLite file that a restarted dsched reads.
 
 In: the same calls as `MemoryJournal`, from the controller's thread. Out: one transaction every
-`flush_interval_s`, written by a thread of its own, with one row for each request that got tokens. A
-request that begins and ends within one interval is one row altogether.
+`flush_interval_s`, written by a thread of its own. A request that begins and ends within one
+interval is one row; the tokens that all others got in an interval are one row together. So that
+nobody has to read through many of these to find one request, its tokens are gathered in a row of
+its own at its end, and every `GATHER_FLUSHES` flushes before it.
 
 The thread that records never waits for the disk. It only lists the entries that changed; the writer
 copies from each entry what the file lacks. So memory is always ahead of the file, by at most the
@@ -41,7 +43,7 @@ from dsched.faults.journal import (
 )
 from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 RETRY_INTERVAL_S = 1.0
 EXPIRE_INTERVAL_S = 10
 MAX_EXPIRED_PER_PASS = 512
@@ -83,9 +85,20 @@ CREATE TABLE IF NOT EXISTS tokens (
     token_ids BLOB NOT NULL,
     PRIMARY KEY (row_id, first_index)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS flushes (
+    flush_id INTEGER PRIMARY KEY AUTOINCREMENT,
+    owner TEXT NOT NULL,
+    tokens BLOB NOT NULL
+);
 """
 """Token ids are 32-bit numbers; `sampling` and `first_attempts` are JSON. What a request had when
-it was first written is in its own row; `attempts` and `tokens` have what came later."""
+it was first written is in its own row; `attempts` and `tokens` have what came later, except for
+the newest tokens of open requests, which are in `flushes` as (row_id, first_index, token ids) in
+MessagePack."""
+
+GATHER_FLUSHES = 16
+"""Flushes after which the tokens in them are gathered by request. Below: more rows are written.
+Above: more is read through to find the tokens of a request that was open when dsched died."""
 
 CHUNK_ROWS = (64, 16, 4, 1)
 """Rows of one statement, largest first: few statements, and few different ones to prepare. 64 rows
@@ -99,6 +112,8 @@ UPDATE_ENDS = (
 )
 
 _encode_json = msgspec.json.Encoder().encode
+_encode_pieces = msgspec.msgpack.Encoder().encode
+_decode_pieces = msgspec.msgpack.Decoder(list[tuple[int, int, bytes]]).decode
 
 
 class SqliteJournal(MemoryJournal):
@@ -341,6 +356,10 @@ class JournalFile:
         self._sync_full = sync_full
         self._connection: sqlite3.Connection | None = None
         self._inode: int | None = None
+        self._flush_ids: list[int] = []
+        """Rows of `flushes` that are ours and not gathered yet."""
+        self._ungathered: dict[JournalEntry, int] = {}
+        """Open requests with tokens in them, and the index of the first."""
 
     def open(self) -> bool:
         """Open the file if it is not open; `True` if it is another one than before.
@@ -364,6 +383,8 @@ class JournalFile:
         is_another = self._inode is not None and (is_new or inode != self._inode)
         self._connection = connection
         self._inode = _inode_of(self.path)
+        if is_another:
+            self._flush_ids, self._ungathered = [], {}
         return is_another
 
     def _prepare(self, connection: sqlite3.Connection) -> bool:
@@ -400,9 +421,10 @@ class JournalFile:
         """Write what the file lacks of each entry, in one transaction; return those that ended."""
         assert self._connection is not None
         connection = self._connection
+        gathers = len(self._flush_ids) >= GATHER_FLUSHES
         connection.execute("BEGIN IMMEDIATE")
         try:
-            rows = _Rows(owner=self.owner, now_s=self.wall_time_s())
+            rows = _Rows(owner=self.owner, now_s=self.wall_time_s(), ungathered=self._ungathered)
             next_row_id = _last_row_id(connection) + 1
             for entry in batch:
                 if entry.row_id is None:
@@ -410,7 +432,10 @@ class JournalFile:
                     next_row_id += 1
                 else:
                     rows.add_rest(entry, row_id=entry.row_id)
-            rows.insert(connection)
+            if gathers:
+                rows.gather()
+                self._delete_flushes(connection)
+            flush_id = rows.insert(connection)
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
@@ -420,7 +445,19 @@ class JournalFile:
             entry.row_id = row_id
             entry.num_attempts_written = num_attempts
             entry.num_tokens_written = num_tokens
+        self._ungathered = rows.ungathered
+        if gathers:
+            self._flush_ids = []
+        if flush_id is not None:
+            self._flush_ids.append(flush_id)
         return rows.ended
+
+    def _delete_flushes(self, connection: sqlite3.Connection) -> None:
+        # Between ours may be those of others, and before them those of one that died.
+        connection.execute(
+            "DELETE FROM flushes WHERE flush_id BETWEEN ? AND ? AND owner = ?",
+            (self._flush_ids[0], self._flush_ids[-1], self.owner),
+        )
 
     def expire(self, *, max_retained_requests: int, retention_s: float) -> None:
         """Delete finished requests that are too many or too old, and what other owners left open
@@ -441,6 +478,11 @@ class JournalFile:
                 "limit": MAX_EXPIRED_PER_PASS,
             },
         )
+        self._connection.execute(
+            "DELETE FROM flushes WHERE owner <> ? AND owner NOT IN"
+            " (SELECT owner FROM requests WHERE finished_s IS NULL)",
+            (self.owner,),
+        )
 
 
 class _Rows:
@@ -450,16 +492,19 @@ class _Rows:
     thread that serves tokens pays for each time it gets it back.
     """
 
-    def __init__(self, *, owner: str, now_s: int) -> None:
+    def __init__(self, *, owner: str, now_s: int, ungathered: dict[JournalEntry, int]) -> None:
         self._owner = owner
         self._now_s = now_s
         self._requests: list[tuple[Any, ...]] = []
         self._attempts: list[tuple[Any, ...]] = []
         self._tokens: list[tuple[Any, ...]] = []
+        self._pieces: list[tuple[int, int, bytes]] = []
         self._ends: list[tuple[int, str, int]] = []
         self.writes: list[tuple[JournalEntry, int, int, int]] = []
         """Entry, its row, and how many attempts and tokens the file then has."""
         self.ended: list[JournalEntry] = []
+        self.ungathered = dict(ungathered)
+        """Open requests with tokens in `flushes` after this transaction, and the first index."""
 
     def add_new(self, entry: JournalEntry, *, row_id: int) -> None:
         """List all of an entry that the file does not know."""
@@ -495,21 +540,47 @@ class _Rows:
         for each in entry.attempts[entry.num_attempts_written : num_attempts]:
             self._attempts.append((row_id, *_attempt_columns(each)))
         first_index = entry.num_tokens_written
+        if finish_reason is not None:
+            first_index = self.ungathered.pop(entry, first_index)
+            self._add_tokens(entry, row_id, first_index, num_tokens)
+            self.ended.append(entry)
+            self._ends.append((self._now_s, finish_reason, row_id))
+        elif num_tokens > first_index:
+            token_ids = entry.tokens[first_index:num_tokens].tobytes()
+            self._pieces.append((row_id, first_index, token_ids))
+            self.ungathered.setdefault(entry, first_index)
+        self.writes.append((entry, row_id, num_attempts, num_tokens))
+
+    def gather(self) -> None:
+        """Give each request a row of its own for what is in the flushes, this one included."""
+        num_tokens_of = {entry: num_tokens for entry, _, _, num_tokens in self.writes}
+        for entry, first_index in self.ungathered.items():
+            assert entry.row_id is not None
+            num_tokens = num_tokens_of.get(entry, entry.num_tokens_written)
+            self._add_tokens(entry, entry.row_id, first_index, num_tokens)
+        self.ungathered = {}
+        self._pieces = []
+
+    def _add_tokens(
+        self, entry: JournalEntry, row_id: int, first_index: int, num_tokens: int
+    ) -> None:
         if num_tokens > first_index:
             token_ids = entry.tokens[first_index:num_tokens].tobytes()
             self._tokens.append((row_id, first_index, token_ids))
-        if finish_reason is not None:
-            self.ended.append(entry)
-            self._ends.append((self._now_s, finish_reason, row_id))
-        self.writes.append((entry, row_id, num_attempts, num_tokens))
 
-    def insert(self, connection: sqlite3.Connection) -> None:
-        """Write all rows."""
+    def insert(self, connection: sqlite3.Connection) -> int | None:
+        """Write all rows; return the id of the one of all new tokens, if there are any."""
         _insert(connection, "requests", self._requests)
         _insert(connection, "attempts", self._attempts)
         _insert(connection, "tokens", self._tokens)
         if self._ends:
             connection.execute(UPDATE_ENDS, (_encode_json(self._ends).decode(),))
+        if not self._pieces:
+            return None
+        return connection.execute(
+            "INSERT INTO flushes (owner, tokens) VALUES (?, ?)",
+            (self._owner, _encode_pieces(self._pieces)),
+        ).lastrowid
 
 
 def _insert(connection: sqlite3.Connection, table: str, rows: list[tuple[Any, ...]]) -> None:
@@ -581,19 +652,46 @@ def _read(path: str | Path, where: str, values: tuple[str, ...]) -> Iterator[Req
             # One read transaction: a request and its tokens are from the same moment.
             connection.execute("BEGIN")
             rows = connection.execute(
-                "SELECT row_id, request_id, model, sampling, finish_reason, prompt, first_attempts,"
-                f" first_tokens FROM requests WHERE {where}",
+                "SELECT row_id, owner, request_id, model, sampling, finish_reason, prompt,"
+                f" first_attempts, first_tokens FROM requests WHERE {where}",
                 values,
             )
+            pieces = _Pieces(connection)
             for row in rows:
-                yield _to_record(connection, *row)
+                yield _to_record(connection, pieces, *row)
     except (sqlite3.Error, msgspec.DecodeError, ValueError) as error:
         raise JournalError(f"{path}: {error}") from error
 
 
+class _Pieces:
+    """The tokens in `flushes` of one read transaction, by request. Each owner's are read once."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._of_owner: dict[str, dict[int, list[tuple[int, bytes]]]] = {}
+
+    def of(self, owner: str, row_id: int) -> list[tuple[int, bytes]]:
+        """Return (first index, token ids) of an open request, in order."""
+        if owner not in self._of_owner:
+            self._of_owner[owner] = self._read(owner)
+        return self._of_owner[owner].get(row_id, [])
+
+    def _read(self, owner: str) -> dict[int, list[tuple[int, bytes]]]:
+        rows = self._connection.execute(
+            "SELECT tokens FROM flushes WHERE owner = ? ORDER BY flush_id", (owner,)
+        )
+        found: dict[int, list[tuple[int, bytes]]] = {}
+        for (content,) in rows:
+            for row_id, first_index, token_ids in _decode_pieces(content):
+                found.setdefault(row_id, []).append((first_index, token_ids))
+        return found
+
+
 def _to_record(
     connection: sqlite3.Connection,
+    pieces: _Pieces,
     row_id: int,
+    owner: str,
     request_id: str,
     model: str,
     sampling: str,
@@ -603,6 +701,12 @@ def _to_record(
     first_tokens: bytes,
 ) -> RequestRecord:
     prompt_token_ids = tuple(array("i", prompt))
+    parts = connection.execute(
+        "SELECT first_index, token_ids FROM tokens WHERE row_id = ? ORDER BY first_index",
+        (row_id,),
+    ).fetchall()
+    if finish_reason is None:
+        parts += pieces.of(owner, row_id)
     attempts = [
         *msgspec.json.decode(first_attempts, type=list[_AttemptColumns]),
         *connection.execute(
@@ -638,20 +742,14 @@ def _to_record(
                 prefill_dp_rank,
             ) in attempts
         ),
-        output_token_ids=tuple(_read_tokens(connection, row_id, request_id, first_tokens)),
+        output_token_ids=tuple(_join(request_id, first_tokens, parts)),
         finish_reason=finish_reason,
     )
 
 
-def _read_tokens(
-    connection: sqlite3.Connection, row_id: int, request_id: str, first_tokens: bytes
-) -> "array[int]":
+def _join(request_id: str, first_tokens: bytes, parts: list[tuple[int, bytes]]) -> "array[int]":
     tokens = array("i", first_tokens)
-    rows = connection.execute(
-        "SELECT first_index, token_ids FROM tokens WHERE row_id = ? ORDER BY first_index",
-        (row_id,),
-    )
-    for first_index, token_ids in rows:
+    for first_index, token_ids in parts:
         if first_index != len(tokens):
             raise JournalError(
                 f"request {request_id}: tokens from {first_index}, expected {len(tokens)}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dsched.drivers.wire import SamplingParams
-from dsched.faults import MemoryJournal, SqliteJournal, read_unfinished
+from dsched.faults import MemoryJournal, SqliteJournal, journal_file, read_unfinished
 from dsched.faults.journal_file import read_request
 from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
 
@@ -36,12 +36,15 @@ class JournalMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
+        self.gather_flushes = journal_file.GATHER_FLUSHES
+        journal_file.GATHER_FLUSHES = 3  # so that a short run meets it often
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "journal.sqlite3"
         self.journal = SqliteJournal(self.path, flush_interval_s=0.0001, max_batch_requests=2)
         self.models: dict[str, Model] = {}
 
     def teardown(self) -> None:
+        journal_file.GATHER_FLUSHES = self.gather_flushes
         self.journal.validate()
         self.journal.close()
         self.folder.cleanup()

@@ -200,6 +200,79 @@ def test_short_request_is_one_row(path: Path) -> None:
     assert unfinished[0].epoch_of(1) == 2
 
 
+def counts_of(path: Path) -> tuple[int, int]:
+    """Rows of tokens that belong to one request, and rows of flushes."""
+    with closing(sqlite3.connect(path)) as connection:
+        (num_own,) = connection.execute("SELECT COUNT(*) FROM tokens").fetchone()
+        (num_flushes,) = connection.execute("SELECT COUNT(*) FROM flushes").fetchone()
+    return num_own, num_flushes
+
+
+def go_on(journal: SqliteJournal, names: list[str], *, first: int, until: int) -> None:
+    """Give open requests a token each in every flush."""
+    for index in range(first, until):
+        for name in names:
+            journal.record(RequestId(name), epoch=1, first_index=index, token_ids=[index])
+        assert journal.flush()
+
+
+def test_flushes_of_open_requests_are_gathered(path: Path, journal: SqliteJournal) -> None:
+    """However long requests run, a reader looks through few flushes, and finds every token."""
+    names = ["a", "b", "c"]
+    for name in names:
+        serve(journal, name, [0], end=None)
+    assert journal.flush()
+    num_steps = 3 * journal_file.GATHER_FLUSHES + 5
+    go_on(journal, names, first=1, until=num_steps)
+    num_own, num_flushes = counts_of(path)
+    found = {record.request_id: record.output_token_ids for record in read_unfinished(path)}
+    journal.finish(RequestId("a"), reason="stop")
+    assert journal.flush()
+    ended = read_request(path, RequestId("a"))
+
+    assert num_flushes <= journal_file.GATHER_FLUSHES
+    assert 2 * len(names) <= num_own <= 3 * len(names)
+    assert found == dict.fromkeys(names, tuple(range(num_steps)))
+    assert ended is not None
+    assert ended.output_token_ids == tuple(range(num_steps))
+
+
+def test_gathering_leaves_what_others_wrote(path: Path) -> None:
+    """A dsched that died left flushes behind, under another name or the same: they stay until its
+    requests are forgotten."""
+    now = [1_000]
+
+    def start(owner: str) -> SqliteJournal:
+        return SqliteJournal(
+            path, owner=owner, flush_interval_s=0.001, wall_time_s=lambda: now[0], retention_s=100
+        )
+
+    for owner in ("dead", "me"):
+        before = start(owner)
+        serve(before, f"{owner}-before", [0], end=None)
+        assert before.flush()
+        go_on(before, [f"{owner}-before"], first=1, until=4)
+        before.close()
+    journal = start("me")
+    serve(journal, "now", [0], end=None)
+    assert journal.flush()
+    go_on(journal, ["now"], first=1, until=2 * journal_file.GATHER_FLUSHES)
+    found = {record.request_id: record.output_token_ids for record in read_unfinished(path)}
+    now[0] += 101
+    serve(journal, "trigger", [1])
+    assert journal.flush()
+    now[0] += 11
+    serve(journal, "trigger again", [1])
+    assert journal.flush()
+    with closing(sqlite3.connect(path)) as connection:
+        owners = {owner for (owner,) in connection.execute("SELECT owner FROM flushes")}
+    journal.close()
+
+    assert found["dead-before"] == found["me-before"] == (0, 1, 2, 3)
+    assert found["now"] == tuple(range(2 * journal_file.GATHER_FLUSHES))
+    assert owners == {"me"}
+
+
 @pytest.mark.parametrize("content", [b"", b"not a database at all, but long enough " * 40])
 def test_damaged_file_at_start_is_set_aside(path: Path, content: bytes) -> None:
     """A file that is no database does not stop dsched, and is kept for people to look at."""
@@ -368,7 +441,7 @@ def test_row_that_is_missing_in_the_file_is_not_glossed_over(
         journal.record(request_id, epoch=1, first_index=index, token_ids=[9])
     assert journal.flush()
     with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("DELETE FROM tokens WHERE first_index = 2")
+        connection.execute("DELETE FROM flushes WHERE flush_id = 1")
 
     with pytest.raises(JournalError, match="request r: tokens from 3, expected 2"):
         list(read_unfinished(path))
