@@ -223,7 +223,8 @@ class Controller:
         if pool not in self._state.pools:
             raise ValueError(f"no pool is called {pool!r}")
         router = self._state.pools[pool].router
-        router.set_peers(router_index=router_index, num_routers=num_routers)
+        if router.set_peers(router_index=router_index, num_routers=num_routers):
+            self._state.recorder.on_peers(pool, self._state.clock.now_ns())
 
     @property
     def membership(self) -> Membership:

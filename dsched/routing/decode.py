@@ -273,17 +273,19 @@ class DecodeRouter:
         is_away = self._ranks_away()
         return bool(len(is_away) and is_away[rank])
 
-    def set_peers(self, *, router_index: int, num_routers: int) -> None:
-        """Say which of how many routers over the same engines this one is now.
+    def set_peers(self, *, router_index: int, num_routers: int) -> bool:
+        """Say which of how many routers over the same engines this one is now; `True` if that is
+        news.
 
         Raises `ValueError` for a number that is not one of them.
         """
         if not 0 <= router_index < num_routers:
             raise ValueError(f"router_index {router_index} is not one of {num_routers} routers")
         if (router_index, num_routers) == (self._router_index, self._num_routers):
-            return
+            return False
         self._router_index, self._num_routers = router_index, num_routers
         self._is_away = None
+        return True
 
     def _ranks_away(self) -> NDArray[np.bool_]:
         """[D] ranks that are at home with another router; empty where all are here.

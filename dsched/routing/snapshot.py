@@ -160,6 +160,7 @@ def set_ranks(router: DecodeRouter, ids: tuple[RankId, ...]) -> None:
     ledger._rank_ids = list(ids)
     ledger._tracks = [_ReportTrack() for _ in ids]
     ledger._index = {rank_id: rank for rank, rank_id in enumerate(ids)}
+    router._is_away = None
 
 
 def add_cells(

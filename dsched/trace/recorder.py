@@ -75,6 +75,10 @@ class Recorder(Protocol):
         """A pool's decisions come from this router."""
         ...
 
+    def on_peers(self, pool: str, now_ns: int) -> None:
+        """The pool is shared with more or fewer dsched processes than before."""
+        ...
+
     def on_arrival(
         self,
         request_id: RequestId,
@@ -319,6 +323,9 @@ class RingRecorder:
     def watch(self, pool: str, router: DecodeRouter) -> None:
         self._watches[pool] = ViewWatch(router)
         self._add_keyframe(pool, 0)
+
+    def on_peers(self, pool: str, now_ns: int) -> None:
+        self._add_keyframe(pool, now_ns)
 
     def on_arrival(
         self,

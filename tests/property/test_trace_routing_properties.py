@@ -56,7 +56,10 @@ class Bench:
 
     def run(self, num_actions: int) -> None:
         actions = (self.arrive, self.arrive, self.arrive, self.grow, self.report, self.end)
-        rare = (self.add_rank, self.change_state, self.remove_rank, self.reprice)
+        rare = (
+            *(self.add_rank, self.change_state, self.remove_rank, self.reprice),
+            self.meet_peers,
+        )
         for _ in range(2):
             self.add_rank()
         for _ in range(num_actions):
@@ -85,6 +88,13 @@ class Bench:
     def remove_rank(self) -> None:
         if len(self.live()) > 1:
             self.router.remove_rank(self.live()[int(self.rng.integers(len(self.live())))])
+
+    def meet_peers(self) -> None:
+        """Other dsched processes come and go."""
+        num_routers = int(self.rng.integers(1, 4))
+        index = int(self.rng.integers(num_routers))
+        if self.router.set_peers(router_index=index, num_routers=num_routers):
+            self.recorder.on_peers("p", self.now_ns)
 
     def reprice(self) -> None:
         self.router.set_prices(
