@@ -77,10 +77,11 @@ async def test_one_dead_rank_takes_down_both_engines(group: LiveRun) -> None:
         async with session.post(url, json=body | {"stream": True}) as answer:
             return (await answer.read()).decode()
 
+    num_before = await num_tokens(group)
     async with aiohttp.ClientSession() as session:
         asked = [asyncio.create_task(ask(session)) for _ in range(6)]
         async with asyncio.timeout(60):
-            while await num_busy(group) < 2:
+            while await num_busy(group) < 2 or await num_tokens(group) < num_before + 60:
                 await asyncio.sleep(0.02)
         os.kill(killed, signal.SIGKILL)
         async with asyncio.timeout(30):
@@ -90,6 +91,11 @@ async def test_one_dead_rank_takes_down_both_engines(group: LiveRun) -> None:
     down = {dict(each)["engine"] for each in states if states[each] and ("state", "down") in each}
     assert down == set(ENGINES)
     assert all("handoff_overdue" in answer and "[DONE]" not in answer for answer in answers)
+
+
+async def num_tokens(run: LiveRun) -> float:
+    """Tokens that clients got so far."""
+    return sum((await run.samples("dsched_journal_recorded_tokens_total")).values())
 
 
 async def num_busy(run: LiveRun) -> int:
