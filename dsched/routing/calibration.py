@@ -40,6 +40,11 @@ MIN_FACTOR = 0.02
 MAX_FACTOR = 50.0
 MAX_RELATIVE_ERROR = 0.5
 OUTLIERS_IN_A_ROW = 5
+MAX_DECODE_TOKENS = 8
+"""Tokens that a running request takes in a step without prompts, drafts included. A step with more
+has computed a prompt, also one that was whole when the step ended and waits no more. Lower: steps
+of speculative decoding teach nothing. Higher: short prompts are taken for KV tokens that cost
+much."""
 MIN_STEPS = 50
 """Steps before the learned prices are used and outliers are judged."""
 SOLVE_EVERY = 25
@@ -210,7 +215,8 @@ class EngineSteps:
     """Turns the reports of one engine's ranks into observed steps of the group.
 
     A step is learned from once, by the first report that shows it, with the latest load of each
-    rank. Steps with prompt tokens in them are left out: they cost what prefill costs.
+    rank. Steps with prompt tokens in them are left out, by what still waits and by what the step
+    computed: they cost what prefill costs, and engines that are alike would learn prices apart.
     """
 
     def __init__(self, *, base_ns: float, request_ns: float, kv_token_ns: float) -> None:
@@ -237,7 +243,10 @@ class EngineSteps:
             self._has_prefill = np.append(self._has_prefill, False)
         self._running[position] = report.num_running
         self._kv[position] = report.num_kv_tokens
-        self._has_prefill[position] = report.num_waiting_prefill_tokens > 0
+        self._has_prefill[position] = (
+            report.num_waiting_prefill_tokens > 0
+            or report.num_step_tokens > MAX_DECODE_TOKENS * report.num_running
+        )
         if report.incarnation != self._incarnation:
             self._incarnation = report.incarnation
             self._last_step = -1

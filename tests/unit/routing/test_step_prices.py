@@ -81,11 +81,14 @@ def test_wrong_starts_are_named() -> None:
         StepPrices(base_ns=0, request_ns=-1, kv_token_ns=1)
 
 
-def make_report(seq: int, dp_rank: int, step_ns: int, *, prefill: int = 0) -> RankReport:
+def make_report(
+    seq: int, dp_rank: int, step_ns: int, *, prefill: int = 0, num_step_tokens: int = 0
+) -> RankReport:
     return RankReport(
         engine_id="e", incarnation="i", dp_rank=dp_rank, seq=seq, step=seq,
         num_running=10 + dp_rank, num_waiting=0, num_kv_tokens=1000 * (1 + dp_rank),
         num_waiting_prefill_tokens=prefill, kv_capacity_tokens=10_000, step_ns=step_ns,
+        num_step_tokens=num_step_tokens,
     )  # fmt: skip
 
 
@@ -97,6 +100,17 @@ def test_a_step_of_a_group_is_learned_once_and_prefill_steps_never() -> None:
     assert steps._prices.num_steps == 10
     for seq in range(11, 21):
         steps.apply_report(0, make_report(seq, 0, 9_000_000, prefill=500))
+    assert steps._prices.num_steps == 10
+
+
+def test_a_prompt_that_was_whole_when_its_step_ended_is_no_price() -> None:
+    """Nothing waits any more, but the step computed it; drafts of its requests are no prompt."""
+    steps = EngineSteps(base_ns=1e6, request_ns=1e5, kv_token_ns=10.0)
+    for seq in range(1, 11):
+        steps.apply_report(0, make_report(seq, 0, 9_000_000, num_step_tokens=10 + 500))
+    assert steps._prices.num_steps == 0
+    for seq in range(11, 21):
+        steps.apply_report(0, make_report(seq, 0, 2_500_000, num_step_tokens=10 * 6))
     assert steps._prices.num_steps == 10
 
 
