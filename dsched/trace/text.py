@@ -87,7 +87,7 @@ def as_text(story: Story, header: Header | None = None) -> str:
     lines = list(_head(story, start_ns, header))
     membership = story.membership_before
     for number, moment in enumerate(story.moments):
-        before = story.moments[number - 1].record if number else None
+        before = story.moments[number - 1] if number else None
         details: Iterable[str] = ()
         if isinstance(moment.record, Changed):
             text = _told_membership(moment.record, membership)
@@ -170,7 +170,7 @@ def _ms(time_ns: float) -> str:
     return f"{time_ns / MS:.1f} ms" if abs(time_ns) >= 10 * MS else f"{time_ns / MS:.3f} ms"
 
 
-def _told(moment: Moment, before: object, start_ns: int) -> tuple[str, Iterable[str]]:
+def _told(moment: Moment, before: Moment | None, start_ns: int) -> tuple[str, Iterable[str]]:
     """The text of one moment, and lines below it."""
     record = moment.record
     if isinstance(record, Picked):
@@ -267,14 +267,13 @@ def _told_arrival(record: Arrived) -> str:
     return text
 
 
-def _told_held(record: Held, before: object) -> str:
+def _told_held(record: Held, before: Moment | None) -> str:
     if not record.is_accepted:
         return "refused: too many requests wait at the router already"
-    if isinstance(before, Picked) and before.rank is not None:
-        return (
-            "waits at the router: others wait already and go first, or what is free is kept for "
-            "the loss of an EP group"
-        )
+    if before is not None and isinstance(before.record, Picked) and before.record.rank is not None:
+        if before.decision is not None and before.decision.num_held == 0:
+            return "waits at the router: what is free is kept for the loss of an EP group"
+        return "waits at the router: others wait already and go first"
     return "waits at the router for the first room anywhere"
 
 

@@ -3,17 +3,22 @@
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from command_line import run_dsched as dsched
 
 from dsched.cli.replay import parse_changes
+from dsched.controller import ControllerSettings
 from dsched.errors import ConfigError
 from dsched.rng import stream
+from dsched.sim import SimCluster, generate_workload
+from dsched.sim.engine import SimEngineConfig
 from dsched.sim.faults import FaultPlan, run_faults
 from dsched.sim.recording import recording
-from dsched.trace import TraceReader, as_text, newest_request_ids, tell
+from dsched.sim.workload import ClosedLoop
+from dsched.trace import RingRecorder, Story, TraceReader, as_text, newest_request_ids, tell
 from dsched.trace.files import _FRAME_HEAD, MAGIC
 from dsched.trace.records import HandedOff, Held, Picked
 
@@ -263,3 +268,30 @@ def test_an_hour_of_traffic_replays_without_a_difference(tmp_path: Path) -> None
     assert "first: route of request r" in other.stdout
     assert "  rank: recorded sim-000/" in other.stdout
     assert " ms now, sim-000/" in other.stdout
+
+
+def test_held_for_spare_and_held_behind_others_are_told_apart() -> None:
+    """Two engines of one rank with two places: half is kept, and who comes later waits in line."""
+    ring = RingRecorder()
+    cluster = SimCluster(
+        num_engines=2,
+        engine=SimEngineConfig(num_dp_ranks=1, max_running_requests=2),
+        settings=ControllerSettings(spare="n-1"),
+        recorder=ring,
+    )
+    workload = generate_workload(num_requests=5, seed=1, arrivals=ClosedLoop(max_concurrency=5))
+    cluster.replay(workload)
+    records = ring.records()
+
+    texts = [" ".join(as_text(story_of(records, f"r{n:09d}")).split()) for n in range(5)]
+
+    kept = "waits at the router: what is free is kept for the loss of an EP group"
+    behind = "waits at the router: others wait already and go first"
+    assert [kept in text for text in texts] == [False, False, True, False, False]
+    assert [behind in text for text in texts] == [False, False, False, True, True]
+
+
+def story_of(records: list[Any], request_id: str) -> Story:
+    story = tell(records, request_id)
+    assert story is not None
+    return story
