@@ -14,14 +14,12 @@ from dsched.drivers import watch as watch_module
 from dsched.drivers.base import FinishReason
 from dsched.drivers.reports import ReportReader
 from dsched.drivers.sglang.driver import SglangDriver
-from dsched.drivers.wire import GenerateCommand, KvMeeting, SamplingParams
+from dsched.drivers.wire import KvMeeting
 from dsched.errors import EngineRefusedError, EngineUnreachableError
-from dsched.ids import AttemptId, AttemptIds, EngineId
+from dsched.ids import AttemptId
+from dsched.testing.driver_world import ENGINE, PROMPT, DriverWorld
 from dsched.testing.recorders import RecordingListener, RecordingSink
 from dsched.testing.sglang_double import KvRooms, SglangDouble
-
-ENGINE = EngineId("double-0")
-PROMPT = (5, 6, 7, 8)
 
 
 @pytest.fixture(autouse=True)
@@ -32,61 +30,12 @@ def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "HELLO_PATIENCE_S", 0.5)
 
 
-class World:
-    """A double, a driver and what they said."""
-
-    def __init__(self) -> None:
-        self.listener = RecordingListener()
-        self.ids = AttemptIds(process_tag=7)
-        self.doubles: list[SglangDouble] = []
-        self.drivers: list[SglangDriver] = []
-
-    async def double(self, **fields: object) -> SglangDouble:
-        double = SglangDouble(engine_id=ENGINE, **fields)
-        self.doubles.append(double)
-        await double.start()
-        return double
-
-    async def up(self, double: SglangDouble, **fields: object) -> SglangDriver:
-        driver = SglangDriver(engine_id=ENGINE, url=double.url, **fields)
-        self.drivers.append(driver)
-        driver.start(self.listener)
-        await self.listener.wait(lambda each: bool(each.ups), 10)
-        return driver
-
-    def generate(
-        self,
-        max_tokens: int = 8,
-        *,
-        dp_rank: int = 0,
-        prompt: tuple[int, ...] = PROMPT,
-        attempt_id: AttemptId | None = None,
-        meeting: KvMeeting | None = None,
-        driver: SglangDriver | None = None,
-        **sampling: object,
-    ) -> RecordingSink:
-        sink = RecordingSink(attempt_id or self.ids.next_id())
-        command = GenerateCommand(
-            attempt_id=sink.attempt_id,
-            epoch=1,
-            dp_rank=dp_rank,
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(max_tokens=max_tokens, **sampling),
-            kv_meeting=meeting,
-        )
-        (driver or self.drivers[-1]).generate(command, sink)
-        return sink
-
-    async def close(self) -> None:
-        for driver in self.drivers:
-            driver.close()
-        for double in self.doubles:
-            await double.stop()
+World = DriverWorld[SglangDriver, SglangDouble]
 
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    world = World()
+    world = DriverWorld(SglangDriver, SglangDouble)
     yield world
     await world.close()
 

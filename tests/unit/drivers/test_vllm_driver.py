@@ -19,13 +19,11 @@ from dsched.drivers.vllm.watch import CAPABILITIES, read_metrics
 from dsched.drivers.watch import EngineFacts, EngineHints, ModelCard, describe, has_all_hellos
 from dsched.drivers.wire import AgentHello, GenerateCommand, SamplingParams
 from dsched.errors import ConfigError, DriverError, EngineRefusedError, EngineUnreachableError
-from dsched.ids import AttemptIds, DpRank, EngineId, RankId
+from dsched.ids import DpRank, RankId
 from dsched.states import Evidence
+from dsched.testing.driver_world import ENGINE, PROMPT, DriverWorld
 from dsched.testing.recorders import RecordingListener, RecordingSink
 from dsched.testing.vllm_double import VllmDouble
-
-ENGINE = EngineId("double-0")
-PROMPT = (5, 6, 7, 8)
 
 
 @pytest.fixture(autouse=True)
@@ -37,58 +35,14 @@ def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "HELLO_PATIENCE_S", 0.5)
 
 
-class World:
-    """A double, a driver and what they said."""
-
-    def __init__(self, reports: ReportReader) -> None:
-        self.reports = reports
-        self.listener = RecordingListener()
-        self.ids = AttemptIds(process_tag=7)
-        self.doubles: list[VllmDouble] = []
-        self.drivers: list[VllmDriver] = []
-
-    async def double(
-        self, *, port: int = 0, has_agent: bool = True, **fields: object
-    ) -> VllmDouble:
-        endpoint = self.reports.endpoint if has_agent else None
-        double = VllmDouble(agent_endpoint=endpoint, engine_id=ENGINE, **fields)
-        self.doubles.append(double)
-        await double.start(port)
-        return double
-
-    def driver(self, url: str, *, has_reports: bool = True, **fields: object) -> VllmDriver:
-        reports = self.reports if has_reports else None
-        driver = VllmDriver(engine_id=ENGINE, url=url, reports=reports, **fields)
-        self.drivers.append(driver)
-        driver.start(self.listener)
-        return driver
-
-    def generate(
-        self, max_tokens: int = 8, *, dp_rank: int = 0, **sampling: object
-    ) -> RecordingSink:
-        sink = RecordingSink(self.ids.next_id())
-        command = GenerateCommand(
-            attempt_id=sink.attempt_id,
-            epoch=1,
-            dp_rank=dp_rank,
-            prompt_token_ids=PROMPT,
-            sampling=SamplingParams(max_tokens=max_tokens, **sampling),
-        )
-        self.drivers[-1].generate(command, sink)
-        return sink
-
-    async def close(self) -> None:
-        for driver in self.drivers:
-            driver.close()
-        for double in self.doubles:
-            await double.stop()
+World = DriverWorld[VllmDriver, VllmDouble]
 
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
     reports = ReportReader(endpoint="tcp://127.0.0.1:0")
     reports.start()
-    world = World(reports)
+    world = DriverWorld(VllmDriver, VllmDouble, reports=reports)
     yield world
     await world.close()
     reports.close()
