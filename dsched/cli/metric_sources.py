@@ -186,8 +186,11 @@ def reader_samples(reader: ReportReader) -> Iterator[Sample]:
 
 
 def live_samples(live: LiveSampler) -> Iterator[Sample]:
-    """What the live picture costs."""
+    """What the live picture costs, and what only it works out."""
     yield Sample(name="dsched_live_sample_seconds", value=live.cost_ns / NS_PER_S)
+    for pool in live.snapshot.pools if live.snapshot is not None else ():
+        if pool.balance is not None:
+            yield Sample(name="dsched_pool_balance", value=pool.balance, labels=(pool.name,))
 
 
 def registry_samples(member: RegistryMember, *, now_ns: int) -> Iterator[Sample]:

@@ -193,29 +193,52 @@ class LiveSampler:
         """Take one."""
         controller = self._controller
         assert controller is not None
-        started_ns = thread_time_ns()
+        turns = _Turns()
         columns = RankColumns()
-        cost_ns = 0
         size = 0
         for status in controller.each_engine_status():
             columns.add(status)
             size += len(status.ranks)
             if size >= RANKS_A_SLICE:
                 size = 0
-                cost_ns += thread_time_ns() - started_ns
-                await asyncio.sleep(0)
-                started_ns = thread_time_ns()
-        snapshot = self._make(controller, columns)
+                await turns.give_way()
+        pools = []
+        for name in sorted(controller.membership.pools):
+            pools.append(self._pool(controller, name, columns))
+            await turns.give_way()
+        tables = columns.tables([pool.name for pool in pools])
+        await turns.give_way()
         self._history.add(columns)
-        self.cost_ns = cost_ns + thread_time_ns() - started_ns
+        await turns.give_way()
+        snapshot = self._make(controller, tuple(pools), *tables)
+        self.cost_ns = turns.end()
         self.snapshot, self._encoded = snapshot, None
         self._wake_readers()
 
-    def _make(self, controller: Controller, columns: "RankColumns") -> LiveSnapshot:
+    def _pool(self, controller: Controller, name: str, columns: "RankColumns") -> LivePool:
+        spec = controller.membership.pools[name]
+        _, plan = controller.capacities()[name]
+        limit = plan.max_running_requests
+        return columns.pool(
+            name,
+            model=spec.model,
+            role=spec.role.value,
+            prices=self._environment.prices(),
+            max_running_requests=limit if limit < UNKNOWN_CAPACITY else None,
+            absorbs_loss=plan.absorbs_loss,
+            spare_reason=plan.reason,
+        )
+
+    def _make(
+        self,
+        controller: Controller,
+        pools: tuple[LivePool, ...],
+        engines: LiveEngines,
+        ranks: LiveRanks,
+    ) -> LiveSnapshot:
         environment = self._environment
         now_ns, now_s = self._clock.now_ns(), self._now_s()
         stats = environment.stats()
-        capacities = controller.capacities()
         faults = self._faults(controller, stats)
         self.events.note_sample(
             Watched(
@@ -223,30 +246,14 @@ class LiveSampler:
                 num_errors=sum(_num_errors(each) for each in stats.per_model.values()),
                 num_policy_errors=faults.num_policy_errors,
                 num_fenced_tokens=faults.num_fenced_tokens,
-                absorbs_loss={pool: plan.absorbs_loss for pool, (_, plan) in capacities.items()},
-                spare_reason={pool: plan.reason for pool, (_, plan) in capacities.items()},
+                absorbs_loss={pool.name: pool.absorbs_loss for pool in pools},
+                spare_reason={pool.name: pool.spare_reason for pool in pools},
                 is_journal_durable=faults.is_journal_durable,
                 is_registered=faults.is_registered,
                 is_leader=faults.is_leader,
             ),
             now_s,
         )
-        pools = []
-        for name, spec in sorted(controller.membership.pools.items()):
-            _, plan = capacities[name]
-            limit = plan.max_running_requests
-            pools.append(
-                columns.pool(
-                    name,
-                    model=spec.model,
-                    role=spec.role.value,
-                    prices=environment.prices(),
-                    max_running_requests=limit if limit < UNKNOWN_CAPACITY else None,
-                    absorbs_loss=plan.absorbs_loss,
-                    spare_reason=plan.reason,
-                )
-            )
-        engines, ranks = columns.tables([pool.name for pool in pools])
         return LiveSnapshot(
             seq=1 if self.snapshot is None else self.snapshot.seq + 1,
             time_s=now_s,
@@ -257,7 +264,7 @@ class LiveSampler:
             is_simulated=environment.is_simulated,
             epoch=controller.membership.epoch,
             num_held=controller.num_waiting_requests,
-            pools=tuple(pools),
+            pools=pools,
             engines=engines,
             ranks=ranks,
             traffic=tuple(
@@ -325,6 +332,25 @@ class LiveSampler:
                 break
             found.append(expert_load_map(engine_id, load, now_ns=now_ns))
         return tuple(found)
+
+
+class _Turns:
+    """Measures the processor time of a task that lets others run in between."""
+
+    def __init__(self) -> None:
+        self._cost_ns = 0
+        self._started_ns = thread_time_ns()
+
+    async def give_way(self) -> None:
+        """Let the event loop do what waits."""
+        self.end()
+        await asyncio.sleep(0)
+        self._started_ns = thread_time_ns()
+
+    def end(self) -> int:
+        """Return what the task has cost so far."""
+        self._cost_ns += thread_time_ns() - self._started_ns
+        return self._cost_ns
 
 
 class RankColumns:

@@ -143,6 +143,12 @@ _METRICS = (
         "1 while the loss of the pool's largest EP group would find room elsewhere.",
         "pool",
     ),
+    _gauge(
+        "dsched_pool_balance",
+        "Mean load of a pool's DP ranks over the largest, as routing prices it; 1 is even, missing "
+        "while nothing runs.",
+        "pool",
+    ),
     # Engines and ranks.
     _gauge(
         "dsched_worker_state",

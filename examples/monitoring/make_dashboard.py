@@ -176,6 +176,7 @@ POOLS = (
         "Balance of the DP ranks",
         "none",
         (
+            now("dsched_pool_balance", "pool {{pool}}", how="min", by="pool", labels=POOL),
             balance("dsched_rank_running_requests", "requests {{engine}}"),
             balance("dsched_rank_kv_tokens", "KV {{engine}}"),
         ),
