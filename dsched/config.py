@@ -253,6 +253,15 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     """Time that KV may wait on a prefill engine for its decode rank, and the rank for it; keep it
     below the engines' own limit. Above: KV is asked for that is gone, and lost KV is noticed late.
     Below: prompts are computed again."""
+    migration: Literal["off", "kv", "recompute"] = "off"
+    """Whether running requests move to ranks with less to do: `kv` where the engines hand KV over
+    (today only simulated ones do), `recompute` by computing prompt and answer so far again."""
+    migration_interval_s: Seconds = 1.0
+    """Time between two looks at who should move. Below: moves are planned before the last ones
+    show. Above: ranks stay apart for longer."""
+    max_migrations: Annotated[int, Meta(ge=1, le=1_024)] = 4
+    """Requests that one look moves in a pool. Below: ranks stay apart for longer. Above: many
+    clients see a pause."""
     max_queued_requests: Count = 4_096
     """Requests that wait at the router for a rank; 0 refuses at once. Below: bursts get 429.
     Above: clients wait for answers that come too late to be of use."""

@@ -52,6 +52,8 @@ class LossLayer(StrEnum):
     """The engine is alive and had no room."""
     DRAIN = "drain"
     """An operator took the engine out of service."""
+    MOVE = "move"
+    """It was moved to a rank with less to do."""
     TRANSFER = "transfer"
     """The KV of its prompt did not arrive from the prefill engine."""
     RESTART = "restart"

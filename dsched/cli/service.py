@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import structlog
 
 from dsched import __version__
@@ -47,6 +48,7 @@ from dsched.controller import (
     PoolSpec,
     RankStatus,
 )
+from dsched.controller.settings import MigrationSettings
 from dsched.costs.prefill import PrefillCostModel
 from dsched.costs.presets import load_cost_models
 from dsched.drivers.base import Driver
@@ -66,7 +68,13 @@ from dsched.plugins import RebalanceView
 from dsched.registry.cluster import ClusterView
 from dsched.registry.member import RegistryMember
 from dsched.registry.records import EngineRow, InstanceRow, RankRow, WorkersView
-from dsched.routing import DecodeRouter, PrefillRouter, RoutingRequest
+from dsched.routing import (
+    DecodeRouter,
+    MigrationView,
+    PrefillRouter,
+    RoutingRequest,
+    plan_migrations,
+)
 from dsched.routing.snapshot import ViewWatch
 from dsched.sim.loop import AsyncioTimers
 from dsched.trace import Recorder
@@ -160,6 +168,8 @@ class Service:
         self._stops.add("local engines", builder.fleet.stop, limit_s=FLEET_LIMIT_S)
         self.fleet: Fleet = await builder.build()
         await asyncio.to_thread(warm_router)
+        if config.routing.migration != "off":
+            await asyncio.to_thread(warm_migrations)
         self.rebalancing = Rebalancing(
             config.placement,
             self.fleet.drivers,
@@ -347,6 +357,22 @@ def warm_router() -> None:
     prefill.pick(num_prompt_tokens=5, now_ns=0)
 
 
+def warm_migrations() -> None:
+    """The same for the kernel that plans moves."""
+    one = np.ones(2, np.int64)
+    view = MigrationView(
+        sequence_rank=np.zeros(2, np.int64),
+        sequence_kv_tokens=100 * one,
+        is_movable=np.ones(2, np.bool_),
+        num_running=np.array([2, 0]),
+        num_kv_tokens=np.array([200, 0]),
+        prices=np.ones((3, 2)),
+        room_tokens=1_000 * one,
+        link_tokens=np.full((2, 2), 1_000),
+    )
+    plan_migrations(view)
+
+
 def open_journal(config: Config, *, owner: str) -> TokenJournal:
     """Open the journal that the configuration names."""
     journal = config.journal
@@ -386,6 +412,11 @@ def controller_settings(config: Config, *, process_tag: int) -> ControllerSettin
         spare=config.faults.spare,
         prefill_costs=_prefill_costs(config),
         max_local_prefill_tokens=routing.max_local_prefill_tokens,
+        migration=MigrationSettings(
+            mode=routing.migration,
+            interval_ns=int(routing.migration_interval_s * S),
+            max_moves=routing.max_migrations,
+        ),
         max_transfer_age_ns=int(routing.max_transfer_age_s * S),
         progress=ProgressLimits(
             decode_timeout_ns=int(config.faults.decode_timeout_s * S),

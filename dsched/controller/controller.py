@@ -36,6 +36,7 @@ from dsched.controller.events import (
 )
 from dsched.controller.host import TickHost
 from dsched.controller.lifecycle import Lifecycle
+from dsched.controller.migrations import Migrations
 from dsched.controller.models import ModelCatalog
 from dsched.controller.observer import ControllerObserver, NullObserver
 from dsched.controller.pools import PrefixSource
@@ -108,6 +109,7 @@ class Controller:
         self._withdrawal = Withdrawal(self._state, self._lifecycle)
         self._engines = Engines(self._state, self._withdrawal)
         self._dispatcher = Dispatcher(self._state, self._lifecycle, self._prefills)
+        self._migrations = Migrations(self._state, self._lifecycle)
         self._catalog = ModelCatalog(self._state)
         self._timer_ns: int | None = None
 
@@ -323,6 +325,7 @@ class Controller:
         self._withdrawal.end_probation(now_ns)
         self._withdrawal.hand_over_drained(now_ns)
         self._lifecycle.lose_overdue_halves(now_ns)
+        self._migrations.plan(now_ns)
         self._lifecycle.end_overdue(now_ns)
         self._engines.tell_membership()
         for dispatch in self._dispatcher.plan(now_ns):
@@ -355,7 +358,11 @@ class Controller:
         state = self._state
         now_ns = state.clock.now_ns()
         times = self._dispatcher.next_hold_expiry_ns(now_ns) + self._withdrawal.due_times_ns(now_ns)
-        for due_ns in (state.runs.next_deadline_ns(), self._prefills.next_due_ns()):
+        for due_ns in (
+            state.runs.next_deadline_ns(),
+            self._prefills.next_due_ns(),
+            self._migrations.next_due_ns(),
+        ):
             if due_ns is not None:
                 times.append(due_ns)
         if not times:

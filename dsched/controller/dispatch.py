@@ -18,6 +18,7 @@ from dsched.drivers.wire import SamplingParams
 from dsched.errors import InvariantError
 from dsched.ids import AttemptId
 from dsched.routing import RoutingDecision, RoutingReason, RoutingRequest
+from dsched.routing import kernels as k
 
 
 class Dispatcher:
@@ -101,7 +102,7 @@ class Dispatcher:
 
     def _plan_new(self, run: RequestRun, now_ns: int) -> list[Dispatch]:
         """Dispatch a run, hold it, or end it when no rank could ever take it."""
-        decision = self._pick(run, now_ns)
+        decision = self._planned_move(run) or self._pick(run, now_ns)
         if decision.reason is RoutingReason.NO_RANK_UP and run.excluded_ranks:
             # Every rank that is up has failed it once: better one of them again than none.
             run.excluded_ranks = ()
@@ -116,6 +117,18 @@ class Dispatcher:
         if not self._hold(run, now_ns):
             self._lifecycle.end_with_error(run, refusals.full(run.router.num_held))
         return []
+
+    def _planned_move(self, run: RequestRun) -> RoutingDecision | None:
+        """The rank that a plan moves the run to, if it still has room."""
+        to, run.move_to = run.move_to, None
+        rank = None if to is None else run.router.index_of(to)
+        if rank is None:
+            return None
+        table = run.router.ledger.table
+        is_up = table[k.STATE, rank] == k.UP
+        if not (is_up and k.has_room(table, rank, run.num_known_tokens)):
+            return None
+        return RoutingDecision(rank=rank, reason=RoutingReason.LEAST_COST)
 
     def _pick(self, run: RequestRun, now_ns: int) -> RoutingDecision:
         request = _routing_request(run)

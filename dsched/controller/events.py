@@ -30,7 +30,9 @@ class AttemptLost:
     is_moved: bool = False
     """Nothing broke: a drain took the request away."""
     is_transfer_failed: bool = False
-    """The KV of its prompt did not arrive: the rank itself is fine."""
+    """The KV of its prompt did not arrive."""
+    is_rank_fine: bool = False
+    """The rank is not to be blamed, and may be chosen again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

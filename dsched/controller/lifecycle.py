@@ -9,14 +9,14 @@ import structlog
 
 from dsched.controller import refusals
 from dsched.controller.asking import is_refused, priority_of
-from dsched.controller.attempts import begin_attempt, is_busy
+from dsched.controller.attempts import attempt_of, begin_attempt, is_busy
 from dsched.controller.events import AttemptLost, RequestArrived
 from dsched.controller.observer import HandoffGap
 from dsched.controller.prefills import Prefills
 from dsched.controller.request import InferenceRequest, RequestError, RequestFinish
-from dsched.controller.run import Phase, RequestRun
+from dsched.controller.run import KvTransfer, Phase, RequestRun
 from dsched.controller.state import ControllerState, Outcome
-from dsched.drivers.base import AttemptFinish, FinishReason
+from dsched.drivers.base import AttemptFinish, FinishReason, KvMover
 from dsched.errors import DriverError, EngineUnreachableError, InvariantError
 from dsched.faults import (
     RecoveryGuarantee,
@@ -30,6 +30,8 @@ from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
 from dsched.states import LossLayer
 
 log = structlog.get_logger(__name__)
+
+MOVED = "another rank has less to do"
 
 
 class Lifecycle:
@@ -173,8 +175,8 @@ class Lifecycle:
         if run.num_handoffs:
             limit_ns = state.settings.handoff_deadline_ns
         state.runs.wait(run, now_ns + limit_ns)
-        if run.recovery is None:
-            self._unplanned.append(run)
+        if run.recovery is None or run.transfer is not None:
+            self._unplanned.append(run)  # nothing is computed again that a ration could spare
         else:
             state.pools[run.pool].handoffs.add(run, now_ns)
 
@@ -184,7 +186,7 @@ class Lifecycle:
         """The attempt ended badly: refuse, or let the tick find another rank."""
         is_lost = isinstance(error, EngineUnreachableError)
         if not (is_lost or is_busy(error)):
-            if run.prefilled_by is not None and not run.num_attempt_tokens:
+            if run.has_foreign_kv and not run.num_attempt_tokens:
                 self._lose_transfer(run, reason=str(error))
             else:
                 self.end_with_error(run, refusals.from_engine(error))
@@ -272,6 +274,26 @@ class Lifecycle:
         event = self._part(run, reason="its engine is drained", layer=LossLayer.DRAIN)
         self.apply_attempt_lost(event)
 
+    def move_to_rank(self, run: RequestRun, to: RankId, *, with_kv: bool) -> None:
+        """Let a request go on at another rank, with its KV or by computing it again."""
+        attempt = attempt_of(run)
+        run.move_to = to
+        driver = self._state.drivers[attempt.engine_id]
+        if with_kv and isinstance(driver, KvMover):
+            driver.move_out(attempt.attempt_id)
+        else:
+            self._abort_attempt(run)
+            self.apply_attempt_lost(self._part(run, reason=MOVED, layer=LossLayer.MOVE))
+
+    def _take_moved(self, run: RequestRun, finish: AttemptFinish) -> None:
+        """The engine has let go of it and kept its KV."""
+        event = self._part(run, reason=MOVED, layer=LossLayer.MOVE)
+        told = finish.kv_transfer
+        run.transfer = KvTransfer(
+            params=None if told is None else dict(told), time_ns=self._state.clock.now_ns()
+        )
+        self._state.push(event)
+
     def _part(self, run: RequestRun, *, reason: str, layer: LossLayer) -> AttemptLost:
         """The attempt is over, the request is not: nothing it still says counts."""
         if run.attempt is None:
@@ -286,9 +308,10 @@ class Lifecycle:
             request_id=run.request.request_id,
             engine_id=run.attempt.engine_id,
             reason=reason,
-            is_engine_lost=layer not in (LossLayer.BUSY, LossLayer.DRAIN),
-            is_moved=layer is LossLayer.DRAIN,
+            is_engine_lost=layer not in (LossLayer.BUSY, LossLayer.DRAIN, LossLayer.MOVE),
+            is_moved=layer in (LossLayer.DRAIN, LossLayer.MOVE),
             is_transfer_failed=layer is LossLayer.TRANSFER,
+            is_rank_fine=layer in (LossLayer.TRANSFER, LossLayer.MOVE),
         )
 
     def _record_loss(
@@ -309,8 +332,8 @@ class Lifecycle:
         run = self._state.runs.get(event.request_id)
         if run is None or run.phase is not Phase.WAITING or run.attempt is None:
             return
-        lost_ranks = set() if event.is_transfer_failed else {run.attempt.rank}
-        if event.is_engine_lost and not event.is_transfer_failed:
+        lost_ranks = set() if event.is_rank_fine else {run.attempt.rank}
+        if event.is_engine_lost and not event.is_rank_fine:
             lost_ranks |= self._group_ranks(run, event.engine_id)
         run.num_moves += event.is_moved
         if run.num_attempts - run.num_moves >= self._state.settings.max_attempts:
@@ -407,6 +430,9 @@ class Lifecycle:
             self._state.watch.note_cached(run.attempt.attempt_id, finish.num_cached_tokens)
         if finish.reason is FinishReason.ABORT:
             self.end_with_error(run, refusals.engine_aborted())
+            return
+        if finish.reason is FinishReason.MOVED:
+            self._take_moved(run, finish)
             return
         if run.expected_token_ids:
             self.on_replay_differs(run)
@@ -511,7 +537,7 @@ class Lifecycle:
 def _cause_of(event: AttemptLost) -> str:
     """Why a request goes on elsewhere; label of a metric."""
     if event.is_moved:
-        return "drained"
+        return "moved" if event.is_rank_fine else "drained"
     if event.is_transfer_failed:
         return "transfer_failed"
     return "engine_lost" if event.is_engine_lost else "engine_busy"

@@ -115,6 +115,7 @@ class RequestRun:
         "is_handed_out",
         "is_prefill_local",
         "lost_ns",
+        "move_to",
         "num_attempt_tokens",
         "num_attempts",
         "num_handoffs",
@@ -194,6 +195,8 @@ class RequestRun:
         """What a worker computed and no engine has taken over yet."""
         self.excluded_workers: tuple[int, ...] = ()
         """Prefill router's numbers of the workers that failed it."""
+        self.move_to: RankId | None = None
+        """The rank that a plan moves it to, until it is there."""
         self.is_prefill_local = False
         """The decode rank computes the prompt itself: elsewhere it did not work."""
         self.prefill_refusal: DriverError | None = None
@@ -211,6 +214,11 @@ class RequestRun:
         """Nobody else has the KV of its prompt."""
         self.transfer = None
         self.prefilled_by = None
+
+    @property
+    def has_foreign_kv(self) -> bool:
+        """Its attempt began, or waits, with KV that another engine computed."""
+        return self.prefilled_by is not None or self.transfer is not None
 
     def worker_on(self, engine_id: EngineId) -> int | None:
         """Number of the rank, in its own pool, that works for the run on this engine."""

@@ -1,10 +1,35 @@
 """Limits of the controller; units in the names."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dsched.costs.prefill import PrefillCostModel
 from dsched.faults.progress import ProgressLimits
 from dsched.faults.spare import SpareMode
+
+NS_PER_S = 1_000_000_000
+
+MigrationMode = Literal["off", "kv", "recompute"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationSettings:
+    """Whether and how running requests move."""
+
+    mode: MigrationMode = "off"
+    interval_ns: int = NS_PER_S
+    """Between two plans. Below: a move is planned before the last one shows. Above: ranks stay
+    apart for longer."""
+    max_moves: int = 4
+    """Of one plan, in each pool."""
+    kv_token_bytes: int = 70_000
+    """Assumed, as in docs/routing.md."""
+    link_bytes_per_s: float = 50e9
+    """Of each rank, in and out."""
+
+    @property
+    def transfer_ns_per_token(self) -> float:
+        return self.kv_token_bytes / self.link_bytes_per_s * NS_PER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +61,8 @@ class ControllerSettings:
     max_transfer_age_ns: int = 60_000_000_000
     """How long KV may wait on a prefill engine for its decode rank. Above: engines that give it up
     are asked for what is gone. Below: prompts are computed again."""
+    migration: MigrationSettings = MigrationSettings()
+    """Whether running requests move between ranks. See `dsched.controller.migrations`."""
     progress: ProgressLimits | None = None
     """How long what may stand still before it counts as frozen; `None` does not look."""
     reprefill_tokens_per_rank: int | None = None

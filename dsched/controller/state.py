@@ -152,6 +152,10 @@ class ControllerState:
             if record.pool == pool
         )
 
+    def prefill_costs(self) -> PrefillCostModel:
+        """What prompts cost, as configured or as a preset says."""
+        return self.settings.prefill_costs or load_cost_models(None)[0]
+
     def can_prefill(self, pool: str) -> bool:
         """Whether every engine of the pool computes prompts by itself."""
         epoch, known = self._can_prefill

@@ -34,6 +34,8 @@ class FinishReason(StrEnum):
     """`max_tokens` or the model's context was reached."""
     ABORT = "abort"
     """`abort` was called; no token follows."""
+    MOVED = "moved"
+    """`KvMover.move_out` was called: the KV is kept for another engine, no token follows."""
 
 
 class AttemptFinish(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +60,7 @@ class EngineCapabilities:
     can_structured_output: bool = False
     can_steer_dp_rank: bool = False
     can_migrate: bool = False
+    """It hands running requests over with their KV; its driver is a `KvMover`."""
     can_prefill: bool = True
     """It computes prompts by itself. A decode engine that cannot needs a prefill engine for every
     request."""
@@ -221,6 +224,20 @@ class Driver(Protocol):
     def close(self) -> None:
         """Abort what runs and release all resources. The engine lives on unless this driver
         started it."""
+        ...
+
+
+@runtime_checkable
+class KvMover(Protocol):
+    """A driver whose engine hands running requests over with their KV. Optional (`can_migrate`)."""
+
+    def move_out(self, attempt_id: AttemptId) -> None:
+        """Stop an attempt between two steps and keep its KV for another engine.
+
+        Its sink hears the tokens that are out already, then `on_finish` with `MOVED` and a
+        `kv_transfer` for an attempt elsewhere whose prompt is the prompt and every emitted token.
+        An attempt that ends by itself meanwhile ends as it does. Unknown and ended ids are ignored.
+        """
         ...
 
 

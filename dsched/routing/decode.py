@@ -263,6 +263,10 @@ class DecodeRouter:
         self.ledger.rank_id(rank)
         return float(self._prices[k.REQUEST_NS, rank]), float(self._prices[k.KV_TOKEN_NS, rank])
 
+    def price_table(self) -> NDArray[np.float64]:
+        """[3, D] a, b and c of every rank in ns; a copy."""
+        return self._prices[:, : self.num_ranks].copy()
+
     @property
     def tie_offset(self) -> int:
         """Where the next decision begins to count among equal ranks, modulo their number."""

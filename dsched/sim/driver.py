@@ -209,6 +209,20 @@ class SimDriver:
         self._end_soon(attempt_id, sink, AttemptFinish(reason=FinishReason.ABORT))
         self._rest_if_idle()
 
+    def move_out(self, attempt_id: AttemptId) -> None:
+        """See `KvMover.move_out`."""
+        self._hand_out()
+        sink = self._sinks.get(attempt_id)
+        num_tokens = self.engine.num_known_tokens(attempt_id)
+        if sink is None or num_tokens is None or self._kv_store is None:
+            return
+        del self._sinks[attempt_id]
+        self.engine.abort(attempt_id)
+        told = self._kv_store.keep_moved(self._engine_id, num_tokens)
+        finish = AttemptFinish(reason=FinishReason.MOVED, kv_transfer=told)
+        self._end_soon(attempt_id, sink, finish)
+        self._rest_if_idle()
+
     def close(self) -> None:
         """Every attempt ends now; nothing is called afterwards."""
         if self._is_closed:
@@ -425,7 +439,7 @@ class SimDriver:
             num_dp_ranks=config.num_dp_ranks,
             kv_capacity_tokens=config.kv_capacity_tokens,
             max_running_requests=config.max_running_requests,
-            capabilities=CAPABILITIES,
+            capabilities=replace(CAPABILITIES, can_migrate=self._kv_store is not None),
         )
 
     def expert_load(self) -> ExpertLoad | None:

@@ -292,6 +292,14 @@ class SimEngine:
         self._fresh.pop(attempt_id, None)
         return True
 
+    def num_known_tokens(self, attempt_id: str) -> int | None:
+        """Prompt and emitted tokens of an attempt that decodes; `None` for any other."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is None or attempt.row is None:
+            return None
+        self._spill()
+        return attempt.num_known_tokens
+
     def clear(self) -> list[str]:
         """Lose everything, as a killed engine does; return the ids of what was there."""
         lost = list(self._attempts)

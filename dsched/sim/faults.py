@@ -25,6 +25,7 @@ import numpy as np
 
 from dsched.controller import Controller, ControllerSettings, EngineSpec, HandoffGap, PoolSpec
 from dsched.controller.request import InferenceRequest, RequestError, RequestFinish
+from dsched.controller.settings import MigrationMode, MigrationSettings
 from dsched.costs.affine import AffineStepCost
 from dsched.drivers.base import (
     AttemptFinish,
@@ -68,6 +69,8 @@ class FaultPlan:
     num_engines: int = 3
     num_prefill_engines: int = 0
     """Above 0: these compute prompts in a pool of their own, and the others decode."""
+    migration: MigrationMode = "off"
+    """Whether running requests move between ranks besides."""
     num_ranks: int = 2
     num_requests: int = 40
     duration_s: float = 20.0
@@ -399,6 +402,7 @@ class _Run:
             ),
             reprefill_tokens_per_rank=(None, 64, 512)[int(self._rng.integers(3))],
             spare=("none", "n-1")[int(self._rng.integers(2))],
+            migration=MigrationSettings(mode=self.plan.migration, interval_ns=300 * MS),
             is_validating=True,
         )
         specs = tuple(

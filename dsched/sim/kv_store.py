@@ -50,7 +50,14 @@ class KvFetch:
 @dataclass(frozen=True, slots=True)
 class _Kept:
     engine_id: EngineId
-    prompt_token_ids: tuple[int, ...]
+    num_tokens: int
+    prompt_token_ids: tuple[int, ...] | None
+    """`None` for a request that was moved: nobody here knows its tokens, but their number."""
+
+    def is_of(self, prompt_token_ids: tuple[int, ...]) -> bool:
+        if self.prompt_token_ids is None:
+            return len(prompt_token_ids) == self.num_tokens
+        return prompt_token_ids == self.prompt_token_ids
 
 
 class SimKvStore:
@@ -75,8 +82,15 @@ class SimKvStore:
 
     def keep(self, engine_id: EngineId, prompt_token_ids: tuple[int, ...]) -> dict[str, Any]:
         """Keep the KV of a prompt; return what its decode engine has to be told."""
+        return self._keep(_Kept(engine_id, len(prompt_token_ids), prompt_token_ids))
+
+    def keep_moved(self, engine_id: EngineId, num_tokens: int) -> dict[str, Any]:
+        """Keep the KV of a request that moves, with that many tokens of prompt and answer."""
+        return self._keep(_Kept(engine_id, num_tokens, None))
+
+    def _keep(self, kept: _Kept) -> dict[str, Any]:
         self._count += 1
-        self._kept[self._count] = _Kept(engine_id, prompt_token_ids)
+        self._kept[self._count] = kept
         return {KEY: self._count}
 
     def fetch(
@@ -89,7 +103,7 @@ class SimKvStore:
     ) -> KvFetch | None:
         """Begin to move KV to an engine; `None` if it is gone or belongs to another prompt."""
         kept = self._kept.pop(told.get(KEY, 0), None)
-        if kept is None or kept.prompt_token_ids != prompt_token_ids:
+        if kept is None or not kept.is_of(prompt_token_ids):
             return None
         num_tokens = len(prompt_token_ids)
         ready_ns = self.move(num_tokens, to=to, now_ns=now_ns)

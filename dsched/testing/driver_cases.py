@@ -22,6 +22,7 @@ from dsched.drivers.wire import GenerateCommand, SamplingParams
 from dsched.ids import AttemptId, AttemptIds, EngineId
 from dsched.sim.driver import SimDriver
 from dsched.sim.engine import SimEngine, SimEngineConfig
+from dsched.sim.kv_store import SimKvStore
 from dsched.sim.loop import AsyncioTimers
 from dsched.sim.model import SimModel
 from dsched.testing.engine_double import EngineDouble
@@ -50,6 +51,7 @@ class DriverCase:
         *,
         max_tokens: int,
         dp_rank: int = 0,
+        kv_transfer: dict[str, Any] | None = None,
         **sampling: Any,  # noqa: ANN401
     ) -> RecordingSink:
         """Start a greedy attempt; its sink knows the attempt id."""
@@ -62,6 +64,7 @@ class DriverCase:
             dp_rank=dp_rank,
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),
+            kv_transfer=kv_transfer,
         )
         self.driver.generate(command, sink)
         return sink
@@ -117,7 +120,7 @@ async def open_sim() -> AsyncIterator[DriverCase]:
         cost=AffineStepCost(base_ns=2_000_000, per_decode_request_ns=1_000),
     )
     timers = AsyncioTimers(SystemClock(), asyncio.get_running_loop())
-    driver = SimDriver(EngineId("sim-0"), engine, timers)
+    driver = SimDriver(EngineId("sim-0"), engine, timers, kv_store=SimKvStore())
 
     async def direct(prompt: Sequence[int], num_tokens: int) -> list[int]:
         return list(model.stream(tuple(prompt), num_tokens))

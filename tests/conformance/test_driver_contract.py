@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from dsched.drivers.base import FinishReason
+from dsched.drivers.base import FinishReason, KvMover
 from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams
 from dsched.errors import EngineRefusedError, EngineUnreachableError
 from dsched.ids import AttemptId
@@ -123,6 +123,35 @@ async def test_abort_of_unknown_and_ended_attempts_is_ignored(driver_case: Drive
     assert sink.token_ids == await driver_case.direct(PROMPT, 8)
     assert ended.finish is not None
     assert ended.finish.reason is FinishReason.LENGTH
+
+
+async def test_moved_attempt_goes_on_elsewhere_with_its_kv(driver_case: DriverCase) -> None:
+    """`can_migrate`: no token is lost or repeated, and at most the last one is computed again."""
+    driver = driver_case.driver
+    if not driver_case.description.capabilities.can_migrate:
+        pytest.skip("this engine cannot hand KV over (can_migrate)")
+    assert isinstance(driver, KvMover)
+    first = driver_case.generate(PROMPT, max_tokens=40)
+    await first.wait(lambda each: len(each.token_ids) >= 5, 30)
+    assert first.attempt_id is not None
+
+    driver.move_out(first.attempt_id)
+    await first.ended(5)
+    driver.move_out(first.attempt_id)
+
+    assert first.finish is not None
+    assert (first.finish.reason, first.violations) == (FinishReason.MOVED, [])
+    told = dict(first.finish.kv_transfer or {})
+    num_left = 40 - len(first.token_ids)
+    prompt = (*PROMPT, *first.token_ids)
+    second = driver_case.generate(
+        prompt, max_tokens=num_left, dp_rank=driver_case.description.num_dp_ranks - 1,
+        kv_transfer=told,
+    )  # fmt: skip
+    await second.ended(30)
+    assert first.token_ids + second.token_ids == await driver_case.direct(PROMPT, 40)
+    assert second.finish is not None
+    assert second.finish.num_cached_tokens == len(prompt) - 1
 
 
 async def test_twenty_at_once_do_not_mix(driver_case: DriverCase) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from dsched.controller.prefills import Prefills
+from dsched.controller.settings import MigrationMode
 from dsched.sim.faults import FaultPlan, FaultReport, SafetyError, run_faults
 
 
@@ -29,6 +30,20 @@ def test_every_promise_is_kept_with_pairs(seed: int) -> None:
     assert (report.num_tokens_lost, report.num_tokens_repeated) == (0, 0)
     ended = (report.num_finished, report.num_refused, report.num_unserved, report.num_cancelled)
     assert sum(ended) == report.num_requests
+
+
+@pytest.mark.parametrize("mode", ["kv", "recompute"])
+def test_requests_that_move_keep_every_promise(mode: MigrationMode) -> None:
+    """In combined and in separate pools; a move is never the reason for a lost or wrong token."""
+    for seed in range(6):
+        plan = FaultPlan(
+            num_prefill_engines=seed % 2,
+            num_requests=30,
+            duration_s=12.0,
+            migration=mode,
+        )
+        report = run_faults(seed, plan)
+        assert (report.num_tokens_lost, report.num_tokens_repeated) == (0, 0)
 
 
 def test_seeds_together_meet_every_way_of_a_prompt() -> None:
