@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from dsched.cli.main import main
-from dsched.cli.policy_package import PolicyKind, class_name, module_name, package_files
+from dsched.cli.policy_package import (
+    MAX_NAME_LENGTH,
+    PolicyKind,
+    class_name,
+    module_name,
+    package_files,
+)
 from dsched.config import inherited_environment
 from dsched.config_load import parse_config
 from dsched.errors import ConfigError
@@ -40,12 +46,13 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
     return int(caught.value.code or 0)
 
 
+@pytest.mark.parametrize("length", [20, MAX_NAME_LENGTH])
 @pytest.mark.parametrize("kind", PolicyKind)
 def test_a_new_package_is_clean_and_its_configuration_is_one(
-    kind: PolicyKind, here: Path, monkeypatch: pytest.MonkeyPatch
+    kind: PolicyKind, length: int, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Formatted and linted by its own rules; the read-me's YAML is valid."""
-    name = f"try-{kind.value}"
+    """Formatted and linted by its own rules, whatever its name; the read-me's YAML is valid."""
+    name = f"try-{kind.value}-x".ljust(length, "x")
     assert run(monkeypatch, "new", name, "--kind", kind.value) == 0
 
     for command in (["check"], ["format", "--check"]):
@@ -108,7 +115,8 @@ def test_an_installed_package_is_found_by_its_entry_point(
 
 
 @pytest.mark.parametrize(
-    "name", ["", "-x", "9lives", "a b", "a/b", "..", "json", "class", "dsched", "numpy", "a--b"]
+    "name",
+    ["", "-x", "9lives", "a b", "a/b", "..", "json", "class", "dsched", "numpy", "a--b", "x" * 41],
 )
 def test_a_name_that_cannot_be_a_package_is_refused(name: str) -> None:
     with pytest.raises(ConfigError):
