@@ -9,7 +9,6 @@ from dsched.routing.migration import (
     Move,
     plan_migrations,
 )
-from dsched.routing.pairs import PairDecision, book_pair, pick_pair
 from dsched.routing.prefill import PrefillConfig, PrefillDecision, PrefillRouter
 from dsched.routing.prefix_index import PrefixIndex
 
@@ -19,7 +18,6 @@ __all__ = [
     "MigrationPlan",
     "MigrationView",
     "Move",
-    "PairDecision",
     "PrefillConfig",
     "PrefillDecision",
     "PrefillRouter",
@@ -29,7 +27,5 @@ __all__ = [
     "RoutingDecision",
     "RoutingReason",
     "RoutingRequest",
-    "book_pair",
-    "pick_pair",
     "plan_migrations",
 ]

@@ -8,9 +8,7 @@ import pytest
 from dsched.costs.prefill import PrefillCostModel
 from dsched.drivers.wire import RankReport
 from dsched.ids import DpRank, EngineId, RankId
-from dsched.routing.decode import DecodeRouter, RoutingReason, RoutingRequest
 from dsched.routing.ledger import RankState
-from dsched.routing.pairs import book_pair, pick_pair
 from dsched.routing.prefill import PrefillConfig, PrefillReason, PrefillRouter
 
 NS_PER_MS = 1_000_000
@@ -183,34 +181,6 @@ def test_wrong_input_is_named(router: PrefillRouter) -> None:
         PrefillConfig(bucket_bounds=(5, 5))
     with pytest.raises(ValueError, match=r"spill_ratio is 0\.5"):
         PrefillConfig(spill_ratio=0.5)
-
-
-def test_a_pair_has_a_worker_of_each_pool() -> None:
-    prefill = make_router(2, bucket_bounds=())
-    decode = DecodeRouter()
-    for index in range(3):
-        decode.add_rank(
-            RankId(EngineId("decode"), DpRank(index)), kv_capacity_tokens=1000,
-            max_running_requests=1,
-        )  # fmt: skip
-    placed = []
-    for index in range(4):
-        request = RoutingRequest(num_prompt_tokens=100)
-        pair = pick_pair(request, decode=decode, prefill=prefill, now_ns=0)
-        if pair.is_placed:
-            assert pair.prefill is not None
-            placed.append((pair.prefill.worker, pair.decode.rank))
-            book_pair(pair, index, num_prompt_tokens=100, decode=decode, prefill=prefill, now_ns=0)
-        else:
-            assert pair.decode.reason is RoutingReason.QUEUED
-            assert pair.prefill is None, "no prefill is spent on a request without a rank"
-            with pytest.raises(ValueError, match="request 3 has no place: queued"):
-                book_pair(pair, 3, num_prompt_tokens=1, decode=decode, prefill=prefill, now_ns=0)
-    assert placed == [(0, 0), (1, 1), (0, 2)]
-    alone = pick_pair(RoutingRequest(num_prompt_tokens=1), decode=decode, prefill=None, now_ns=0)
-    assert not alone.is_placed
-    prefill.validate()
-    decode.validate()
 
 
 def test_sums_stay_whole_numbers() -> None:
