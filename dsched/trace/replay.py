@@ -303,7 +303,7 @@ def _costs(router: DecodeRouter, request: RoutingRequest, ranks: tuple[int | Non
     for rank in dict.fromkeys(ranks):
         if rank is not None:
             terms = cost_of(router, request, rank)
-            parts.append(f"{router.rank_id(rank)} costs {terms.total_ns / 1e6:.6f} ms now")
+            parts.append(f"{router.rank_id(rank)} costs {terms.total_ns:,.1f} ns now")
     return ", ".join(parts)
 
 

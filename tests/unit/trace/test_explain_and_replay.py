@@ -267,7 +267,7 @@ def test_an_hour_of_traffic_replays_without_a_difference(tmp_path: Path) -> None
     assert other.returncode == 1
     assert "first: route of request r" in other.stdout
     assert "  rank: recorded sim-000/" in other.stdout
-    assert " ms now, sim-000/" in other.stdout
+    assert " ns now, sim-000/" in other.stdout
 
 
 def test_held_for_spare_and_held_behind_others_are_told_apart() -> None:
