@@ -1,8 +1,9 @@
-"""Sinks and listeners that remember what they heard and refuse what breaks the driver contract."""
+"""Sinks, listeners and streams that remember what they heard and refuse what breaks a contract."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 
+from dsched.controller.request import RequestError, RequestFinish
 from dsched.drivers.base import AttemptFinish, EngineDescription
 from dsched.drivers.wire import RankReport, TokenLogprob
 from dsched.errors import DriverError
@@ -128,3 +129,42 @@ class RecordingListener:
         """Wait for the first engine that comes up, and return what it is."""
         await self.wait(lambda listener: bool(listener.ups), timeout_s)
         return self.ups[-1]
+
+
+class RecordingStream:
+    """A `RequestStream`: what the client of one request heard. A token that is lost, repeated or
+    late fails the test at once."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.ends: list[RequestFinish | RequestError] = []
+
+    def on_tokens(
+        self,
+        first_index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] | None,  # noqa: ARG002
+    ) -> None:
+        assert first_index == len(self.token_ids), "a token was lost or repeated"
+        assert not self.ends, "a token after the end"
+        self.token_ids += token_ids
+
+    def on_finish(self, finish: RequestFinish) -> None:
+        self.ends.append(finish)
+
+    def on_error(self, error: RequestError) -> None:
+        self.ends.append(error)
+
+    @property
+    def finish(self) -> RequestFinish:
+        """Its one end, which must be a good one."""
+        assert len(self.ends) == 1
+        assert isinstance(self.ends[0], RequestFinish), self.ends[0]
+        return self.ends[0]
+
+    @property
+    def error(self) -> RequestError:
+        """Its one end, which must be a bad one."""
+        assert len(self.ends) == 1
+        assert isinstance(self.ends[0], RequestError), self.ends[0]
+        return self.ends[0]

@@ -25,10 +25,11 @@ from dsched.controller.request import InferenceRequest, RequestError, RequestFin
 from dsched.drivers.base import AttemptSink
 from dsched.drivers.http import HttpPool
 from dsched.drivers.local import LocalEngine
-from dsched.drivers.wire import GenerateCommand, SamplingParams, TokenLogprob
+from dsched.drivers.wire import GenerateCommand, SamplingParams
 from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
 from dsched.testing.engines import TinyEngines
 from dsched.testing.live_run import read_samples
+from dsched.testing.recorders import RecordingStream
 from dsched.testing.vllm_engines import (
     ENGINE_ARGS,
     MODEL_NAME,
@@ -93,26 +94,20 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
             yield Engines(running, store, sockets)
 
 
-class Heard:
-    """A client's stream."""
+class Heard(RecordingStream):
+    """A client's stream that can be waited for."""
 
     def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.end: asyncio.Future[RequestFinish | RequestError] = (
-            asyncio.get_running_loop().create_future()
-        )
-
-    def on_tokens(
-        self, first_index: int, token_ids: list[int], logprobs: list[TokenLogprob] | None
-    ) -> None:
-        assert first_index == len(self.token_ids)
-        self.token_ids += token_ids
+        super().__init__()
+        self.has_ended = asyncio.Event()
 
     def on_finish(self, finish: RequestFinish) -> None:
-        self.end.set_result(finish)
+        super().on_finish(finish)
+        self.has_ended.set()
 
     def on_error(self, error: RequestError) -> None:
-        self.end.set_result(error)
+        super().on_error(error)
+        self.has_ended.set()
 
 
 @asynccontextmanager
@@ -161,9 +156,8 @@ async def ask(service: Service, prompt: list[int]) -> tuple[list[int], RequestFi
         heard,
     )
     async with asyncio.timeout(60):
-        end = await heard.end
-    assert isinstance(end, RequestFinish), end
-    return heard.token_ids, end
+        await heard.has_ended.wait()
+    return heard.token_ids, heard.finish
 
 
 async def ask_directly(url: str, prompt: list[int]) -> list[int]:

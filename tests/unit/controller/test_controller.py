@@ -1,6 +1,5 @@
 """Controller: one behaviour a test, over fake engines that do what the test tells them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,7 +13,7 @@ from dsched.controller import (
     HandoffGap,
     PoolSpec,
 )
-from dsched.controller.request import InferenceRequest, RequestError, RequestFinish
+from dsched.controller.request import InferenceRequest, RequestFinish
 from dsched.drivers.base import (
     AttemptFinish,
     AttemptSink,
@@ -23,12 +22,13 @@ from dsched.drivers.base import (
     EngineListener,
     FinishReason,
 )
-from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams, TokenLogprob
+from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams
 from dsched.errors import EngineRefusedError, EngineUnreachableError
 from dsched.faults import MembershipView, MemoryJournal, RecoveryMethod
 from dsched.faults.progress import ProgressLimits
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RankId, RequestId
 from dsched.states import Evidence
+from dsched.testing.recorders import RecordingStream
 
 SECOND_NS = 1_000_000_000
 GREEDY = SamplingParams(max_tokens=50, temperature=0.0)
@@ -99,33 +99,6 @@ class FakeEngine:
         self.sinks[attempt_id].on_failure(attempt_id, error)  # type: ignore[arg-type]
 
 
-@dataclass
-class Heard:
-    """A client's stream, written down."""
-
-    token_ids: list[int] = field(default_factory=list)
-    ends: list[RequestFinish | RequestError] = field(default_factory=list)
-
-    def on_tokens(
-        self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
-    ) -> None:
-        assert first_index == len(self.token_ids), "a token was lost or repeated"
-        assert not self.ends, "a token after the end"
-        self.token_ids.extend(token_ids)
-
-    def on_finish(self, finish: RequestFinish) -> None:
-        self.ends.append(finish)
-
-    def on_error(self, error: RequestError) -> None:
-        self.ends.append(error)
-
-    @property
-    def error(self) -> RequestError:
-        assert len(self.ends) == 1
-        assert isinstance(self.ends[0], RequestError)
-        return self.ends[0]
-
-
 class Bench:
     """A controller over fake engines, ticked by hand."""
 
@@ -174,8 +147,8 @@ class Bench:
         prompt_len: int = 10,
         pin: int | None = None,
         sampling: SamplingParams = GREEDY,
-    ) -> Heard:
-        heard = Heard()
+    ) -> RecordingStream:
+        heard = RecordingStream()
         self.controller.submit(
             InferenceRequest(
                 request_id=RequestId(request_id),
@@ -458,7 +431,7 @@ def test_no_engine_up_is_503_for_a_known_model_and_404_for_another() -> None:
             prompt_token_ids=(1,),
             sampling=SamplingParams(max_tokens=1),
         ),
-        unknown := Heard(),
+        unknown := RecordingStream(),
     )
     bench.controller.tick()
 
@@ -681,7 +654,7 @@ def test_close_ends_every_stream_once_and_releases_drivers() -> None:
     assert engine.is_closed
 
 
-def frozen_bench() -> tuple[Bench, Heard, FakeEngine, FakeEngine]:
+def frozen_bench() -> tuple[Bench, RecordingStream, FakeEngine, FakeEngine]:
     """A request that has two tokens from `first`, which then stops without a word."""
     bench = Bench(
         *engines(2),
@@ -808,7 +781,7 @@ def test_the_gap_of_a_handoff_is_measured_by_part() -> None:
 # -- drains with a deadline, EP groups, the ration, spare room
 
 
-def open_requests(bench: Bench, count: int, **options: object) -> list[Heard]:
+def open_requests(bench: Bench, count: int, **options: object) -> list[RecordingStream]:
     heard = [bench.ask(f"r{index}", **options) for index in range(count)]  # type: ignore[arg-type]
     bench.controller.tick()
     return heard
@@ -1138,7 +1111,7 @@ def test_a_repeated_request_goes_on_from_the_journal() -> None:
     bench.journal._entries.clear()
     bench.journal._finished[request.request_id] = entry  # as a file that another process left
 
-    heard = Heard()
+    heard = RecordingStream()
     bench.controller.submit(request, heard)
     bench.controller.tick()
     engine.emit(9)

@@ -4,33 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from dsched.controller.request import RequestError, RequestFinish
+from dsched.controller.request import RequestFinish
 from dsched.controller.settings import ControllerSettings, MigrationMode, MigrationSettings
 from dsched.costs.affine import AffineStepCost
 from dsched.drivers.wire import SamplingParams
 from dsched.sim.cluster import SimCluster, SimPolicy, patient_settings
 from dsched.sim.engine import SimEngineConfig
+from dsched.testing.recorders import RecordingStream
 
 MS = 1_000_000
 GREEDY = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-
-
-class Heard:
-    """A client's stream."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.ends: list[RequestFinish | RequestError] = []
-
-    def on_tokens(self, first_index: int, token_ids: list[int], logprobs: object) -> None:
-        assert first_index == len(self.token_ids)
-        self.token_ids += token_ids
-
-    def on_finish(self, finish: RequestFinish) -> None:
-        self.ends.append(finish)
-
-    def on_error(self, error: RequestError) -> None:
-        self.ends.append(error)
 
 
 class Skewed:
@@ -46,11 +29,11 @@ class Skewed:
             engine=SimEngineConfig(num_dp_ranks=2), settings=settings, is_batching=False
         )
         self.cluster.start()
-        self.heard: list[Heard] = []
+        self.heard: list[RecordingStream] = []
         for index in range(8):
             is_long = index % 2 == 0  # ranks take turns, so all of these go to one
             lasting = replace_tokens(sampling, 400 if is_long else 5)
-            heard = Heard()
+            heard = RecordingStream()
             self.heard.append(heard)
             self.cluster.submit(tuple(range(index, index + 50)), lasting, heard)  # type: ignore[arg-type]
         self.cluster.loop.run_while(lambda: not all(each.ends for each in self.heard))

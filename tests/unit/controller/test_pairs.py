@@ -18,12 +18,13 @@ from dsched.drivers.base import (
     EngineListener,
     FinishReason,
 )
-from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams, TokenLogprob
+from dsched.drivers.wire import GenerateCommand, RankReport, SamplingParams
 from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableError
 from dsched.faults import MemoryJournal
 from dsched.faults.progress import ProgressLimits
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RankId, RequestId
 from dsched.states import PoolRole
+from dsched.testing.recorders import RecordingStream
 
 SECOND_NS = 1_000_000_000
 SAMPLING = SamplingParams(max_tokens=50, min_tokens=3, temperature=0.0, logprobs=2)
@@ -107,26 +108,6 @@ class PairEngine:
         self.sinks[index].on_failure(AttemptId(self.commands[index].attempt_id), error)
 
 
-@dataclass
-class Heard:
-    """A client's stream."""
-
-    token_ids: list[int] = field(default_factory=list)
-    ends: list[RequestFinish | RequestError] = field(default_factory=list)
-
-    def on_tokens(
-        self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
-    ) -> None:
-        assert first_index == len(self.token_ids)
-        self.token_ids.extend(token_ids)
-
-    def on_finish(self, finish: RequestFinish) -> None:
-        self.ends.append(finish)
-
-    def on_error(self, error: RequestError) -> None:
-        self.ends.append(error)
-
-
 class Pair:
     """A controller over a prefill pool `p` and a decode pool `d`, ticked by hand."""
 
@@ -170,8 +151,8 @@ class Pair:
     def request_tick_at(self, time_ns: int) -> None:
         pass
 
-    def ask(self, request_id: str = "r", *, prompt_len: int = 300) -> Heard:
-        heard = Heard()
+    def ask(self, request_id: str = "r", *, prompt_len: int = 300) -> RecordingStream:
+        heard = RecordingStream()
         self.controller.submit(
             InferenceRequest(
                 request_id=RequestId(request_id),
