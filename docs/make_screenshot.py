@@ -21,10 +21,12 @@ from dsched.testing.sim_load import SimRun, keep_busy, run_simulated
 
 FOLDER = Path(__file__).parent
 WIDTH, HEIGHT = 1_380, 1_240
-NUM_COLOURS = 160
+NUM_COLOURS = 256
 ARGS = (
-    *("--launch-replicas", "8", "--sim-num-dp-ranks", "16", "--sim-step-base-us", "60000"),
+    *("--launch-replicas", "8", "--sim-num-dp-ranks", "16"),
+    *("--sim-request-cost-us", "30000", "--routing-request-cost-us", "30000"),
     *("--sim-kv-capacity-tokens", "6000", "--sim-max-model-len", "5900"),
+    *("--sim-kv-token-cost-ns", "4000", "--routing-kv-token-cost-ns", "4000"),
     *("--scheduler-step-budget-ms", "90"),
 )
 DRAINED = "sim-5"
@@ -80,7 +82,7 @@ async def command(run: SimRun, word: str) -> None:
 def save(png: bytes, path: Path) -> None:
     """Write a picture with few colours: a screen has no more, and the file is a third."""
     image = Image.open(io.BytesIO(png)).convert("RGB")
-    few = image.quantize(NUM_COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    few = image.quantize(NUM_COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     few.save(path, optimize=True)
     sys.stdout.write(f"{path.name}: {path.stat().st_size // 1_024} KiB\n")
 
