@@ -155,15 +155,19 @@ _STARTS: Mapping[PolicyKind, _Start] = {
         config="policies:\n  handoff: {{policy: {name}, args: {{long_answer_tokens: 1024}}}}",
     ),
     PolicyKind.CHUNK_WEIGHTS: _Start(
-        what="A bucket whose oldest prompt has waited for long gets more of the prefill time.",
+        what="A bucket whose oldest prompt has waited for long gets up to twice its share.",
         names=("BucketView",),
         uses_sequence=False,
-        argument="patience_s: float = 1.0",
+        argument="patience_s: float = 10.0",
         body='''
             def weights(self, view: BucketView) -> list[float] | None:
                 """Return a weight above 0 for each length bucket; `None` keeps those in use."""
+                shares = range(len(view.oldest_wait_ns), 0, -1)  # 4, 3, 2, 1
                 patience_ns = self.patience_s * 1e9
-                return [1.0 + wait_ns / patience_ns for wait_ns in view.oldest_wait_ns]
+                return [
+                    share * (1.0 + min(1.0, wait_ns / patience_ns))
+                    for share, wait_ns in zip(shares, view.oldest_wait_ns, strict=True)
+                ]
         ''',
         test_imports="policy_check",
         test="""
@@ -171,12 +175,12 @@ _STARTS: Mapping[PolicyKind, _Start] = {
                 view = BucketView(
                     num_requests=(3, 1),
                     num_tokens=(3_000, 90_000),
-                    oldest_wait_ns=(0, 2_000_000_000),
+                    oldest_wait_ns=(0, 500_000_000),
                 )
 
-                assert {cls}(patience_s=1.0).weights(view) == [1.0, 3.0]
+                assert {cls}(patience_s=1.0).weights(view) == [2.0, 1.5]
         """,
-        config="policies:\n  chunk_weights: {{policy: {name}, args: {{patience_s: 1.0}}}}",
+        config="policies:\n  chunk_weights: {{policy: {name}, args: {{patience_s: 10.0}}}}",
     ),
     PolicyKind.REBALANCE: _Start(
         what="Experts stay where they are while the worst layer is even enough.",

@@ -8,21 +8,23 @@ back there falls back here; its breaker counts simulated time. Everything is sim
 of a decision.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dsched.clock import Clock
+from dsched.cli.policy_measure import Decisions, MeasuredGuard
+from dsched.cli.policy_parts import ChunkRow, PlacementRow, try_chunk_weights, try_rebalance
 from dsched.plugins import (
     ROUTING_KINDS,
     AdmissionPolicy,
+    ChunkWeightsPolicy,
     HandoffPolicy,
-    PolicyGuard,
     PolicySet,
     PriorityPolicy,
+    RebalanceTrigger,
     RoutingPolicies,
     kinds_of,
 )
@@ -68,43 +70,18 @@ class TrialResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decisions:
-    """What the policy was asked and what came of it."""
-
-    num_calls: int
-    num_defaults: int
-    """Answers of `None`, failures included."""
-    num_failures: dict[str, int]
-    p50_us: float | None
-    p99_us: float | None
-    max_us: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTrial:
     """The policy's row comes first."""
 
     source: str
     num_requests: int
     results: tuple[TrialResult, ...]
+    """Empty for a policy that the controller asks nothing."""
+    chunks: tuple[ChunkRow, ...]
+    """For chunk weights."""
+    placements: tuple[PlacementRow, ...]
+    """For rebalance triggers."""
     decisions: Decisions
-
-
-class MeasuredGuard(PolicyGuard[Any]):
-    """Keeps how long each call took, and counts what was left to the default."""
-
-    def __init__(self, policy: object, *, budget_ns: int, clock: Clock) -> None:
-        super().__init__(policy, budget_ns=budget_ns, clock=clock)
-        self.took_ns: list[int] = []
-        self.num_defaults = 0
-
-    def call(self, function: Callable[[], object], check: Callable[[object], Any]) -> Any:  # noqa: ANN401
-        before, busy_ns = self.num_calls, self.busy_ns
-        answer = super().call(function, check)
-        if self.num_calls > before:
-            self.took_ns.append(self.busy_ns - busy_ns)
-        self.num_defaults += answer is None
-        return answer
 
 
 def trial_workload(
@@ -142,24 +119,38 @@ def run_trial(policy: object, workload: Trace, shape: TrialShape, *, budget_ns: 
     Raises:
         ValueError: the workload is empty.
     """
+    kinds = kinds_of(policy)
+    has_weights, has_trigger = ChunkWeightsPolicy in kinds, RebalanceTrigger in kinds
+    guard = MeasuredGuard(policy, budget_ns=budget_ns)
+    try:
+        return PolicyTrial(
+            source=workload.source,
+            num_requests=workload.num_requests,
+            results=_replay_all(guard, workload, shape),
+            chunks=try_chunk_weights(guard, seed=shape.seed) if has_weights else (),
+            placements=try_rebalance(guard, seed=shape.seed) if has_trigger else (),
+            decisions=guard.decisions(),
+        )
+    finally:
+        guard.close()
+
+
+def _replay_all(
+    guard: MeasuredGuard, workload: Trace, shape: TrialShape
+) -> tuple[TrialResult, ...]:
+    """The policy's row, and one for each rule of ours; none if the controller asks it nothing."""
+    policies = _policy_set(guard)
+    if not any(policies.guards()):
+        return ()
     cluster = _cluster(shape, SimPolicy.TWO_TERM)
-    guard = MeasuredGuard(policy, budget_ns=budget_ns, clock=cluster.loop.clock)
-    cluster.controller.use_policies(_policy_set(guard))
-    kills = HandoffPolicy in kinds_of(policy)
-    own = _replay(cluster, workload, shape, kills=kills)
-    guard.close()
-    results = [_result(guard.name, own)]
+    guard.follow(cluster.loop.clock)
+    cluster.controller.use_policies(policies)
+    kills = policies.handoff is not None
+    results = [_result(guard.name, _replay(cluster, workload, shape, kills=kills))]
     for builtin in BUILTIN_POLICIES:
-        if kills and builtin is SimPolicy.ROUND_ROBIN and shape.num_dp_ranks == 1:
-            continue
         report = _replay(_cluster(shape, builtin), workload, shape, kills=kills)
         results.append(_result(builtin.value, report))
-    return PolicyTrial(
-        source=workload.source,
-        num_requests=workload.num_requests,
-        results=tuple(results),
-        decisions=_decisions(guard),
-    )
+    return tuple(results)
 
 
 def trial_as_json(trial: PolicyTrial) -> dict[str, Any]:
@@ -192,6 +183,8 @@ def trial_as_json(trial: PolicyTrial) -> dict[str, Any]:
             }
             for result in trial.results
         ],
+        "chunks": [asdict(row) for row in trial.chunks],
+        "placements": [asdict(row) for row in trial.placements],
     }
 
 
@@ -256,20 +249,4 @@ def _result(name: str, report: ReplayReport) -> TrialResult:
         tpot=Quantiles.from_ns(report.times.tpot_ns),
         output_tokens_per_s=report.num_output_tokens / seconds if seconds else None,
         num_errors=dict(report.num_errors),
-    )
-
-
-def _decisions(guard: MeasuredGuard) -> Decisions:
-    times_us = np.array(guard.took_ns) / 1e3
-    p50 = p99 = largest = None
-    if len(times_us):
-        p50, p99 = (float(value) for value in np.percentile(times_us, (50, 99)))
-        largest = float(times_us.max())
-    return Decisions(
-        num_calls=guard.num_calls,
-        num_defaults=guard.num_defaults,
-        num_failures={reason.value: count for reason, count in guard.num_failures.items() if count},
-        p50_us=p50,
-        p99_us=p99,
-        max_us=largest,
     )

@@ -66,7 +66,8 @@ def try_policy(
 
     The controller is the real one, engines are simulated, and so are all times but one: the time
     of a decision, which is this machine's. A policy of several kinds is tried as all of them; with
-    a handoff policy one engine is killed on the way.
+    a handoff policy one engine is killed on the way. Chunk weights are tried on prompts of four
+    lengths, rebalance triggers on drifting expert load, whatever --trace says.
     """
     configure_logging(LoggingConfig(level="error"))
     console = Console(stderr=json is not None and str(json) == "-")
@@ -91,7 +92,13 @@ def try_policy(
     if json is not None:
         write_json(trial_as_json(trial), json, sort_keys=True)
     kinds = ", ".join(METHODS[kind] for kind in kinds_of(policy))
-    console.print(make_table(trial, title=f"{reference} ({kinds}) on {workload.source}"))
+    title = f"{reference} ({kinds})"
+    if trial.results:
+        console.print(make_table(trial, title=f"{title} on {workload.source}"))
+    if trial.chunks:
+        console.print(make_chunk_table(trial, title=title))
+    if trial.placements:
+        console.print(make_placement_table(trial, title=title))
     console.print(make_own_table(trial))
 
 
@@ -129,6 +136,39 @@ def _cells(result: TrialResult) -> list[str]:
         _number(result.output_tokens_per_s, 0),
         str(sum(result.num_errors.values())),
     ]
+
+
+def make_chunk_table(trial: PolicyTrial, *, title: str) -> Table:
+    """Shares of prefill time on one nearly full rank."""
+    table = Table(
+        title=f"{title} on prompts of four lengths",
+        caption="Simulated: one rank, 50 ms a step.",
+        box=None,
+        header_style="bold",
+    )
+    table.add_column("weights", no_wrap=True)
+    for column in ("goodput", "short TTFT p99 ms", "longer TTFT p99 ms"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in trial.chunks:
+        times = (_number(row.short_ttft_p99_ms), _number(row.long_ttft_p99_ms))
+        table.add_row(row.name, f"{row.goodput:.1%}", *times)
+    return table
+
+
+def make_placement_table(trial: PolicyTrial, *, title: str) -> Table:
+    """Moments of a rebalance, over drifting expert load."""
+    table = Table(
+        title=f"{title} on drifting expert load",
+        caption="Simulated: 64 experts on 8 ranks, 8 layers.",
+        box=None,
+        header_style="bold",
+    )
+    table.add_column("rebalance", no_wrap=True)
+    for column in ("balance of the next window", "moves per layer and window"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in trial.placements:
+        table.add_row(row.name, _number(row.next_balance, 4), _number(row.moves_per_layer, 2))
+    return table
 
 
 def make_own_table(trial: PolicyTrial) -> Table:

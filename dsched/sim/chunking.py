@@ -164,11 +164,13 @@ def simulate_chunking(
     plan_cpu_ns: Callable[[int], int] = lambda _: 0,
     is_overlapped: bool = True,
     is_learning: bool = True,
+    before_plan: Callable[[StepPlanner, int], None] | None = None,
 ) -> ChunkResult:
     """Serve `workload` to its end.
 
     `plan_cpu_ns` tells how long the CPU takes for a step, given the requests it holds (facts and
-    plan together). `is_learning` feeds measured times back to the planner's models.
+    plan together). `is_learning` feeds measured times back to the planner's models. `before_plan`
+    is called with the planner and the time before each plan.
     """
     run = _Run(workload, slow_gap_ns=round(SLOW_GAP * budget_seconds * NS))
     plan_from_ns = device_free_ns = busy_ns = waiting_ns = num_steps = num_slow = 0
@@ -182,6 +184,8 @@ def simulate_chunking(
             # The device runs dry; the next request starts it again.
             plan_from_ns = max(plan_from_ns, run.next_arrival_ns)
             continue
+        if before_plan is not None:
+            before_plan(planner, plan_from_ns)
         plan = planner.plan()
         if last is not None and is_learning:
             planner.observe(*last)

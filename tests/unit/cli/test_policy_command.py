@@ -197,6 +197,32 @@ def test_fallbacks_of_a_bad_policy_are_told(
     assert own["num_errors"] == {}
 
 
+def test_chunk_weights_and_triggers_are_tried_where_they_are_asked(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No request replay; the default's row stands beside. Never moving experts moves none."""
+    (here / "try_inside.py").write_text(
+        "class Policy:\n    name = 'inside'\n    api_version = 1\n"
+        "    def weights(self, view): return [1, 1, 1, 20]\n"
+        "    def should_rebalance(self, view): return False\n"
+    )
+
+    args = ("try_inside:Policy", "--json", "result.json", "--budget-ms", "5000")
+    assert run(monkeypatch, "test", *args) == 0
+
+    table = capfd.readouterr().out
+    result = json.loads((here / "result.json").read_text())
+    own, default = result["chunks"]
+    never, always = result["placements"]
+    assert result["results"] == []
+    assert (own["name"], default["name"], never["name"]) == ("inside", "4, 3, 2, 1", "inside")
+    assert own["short_ttft_p99_ms"] > default["short_ttft_p99_ms"]
+    assert never["moves_per_layer"] == 0 < always["moves_per_layer"]
+    assert never["next_balance"] < always["next_balance"]
+    assert "goodput" in table
+    assert "moves per layer and window" in table
+
+
 def test_a_trace_file_and_arguments(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
