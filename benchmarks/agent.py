@@ -27,8 +27,10 @@ from _report import Row, arguments, half_quartile_range, report
 
 from dsched.drivers.agent import LOAD_REPORTS, Agent, StepRecord, new_incarnation
 from dsched.drivers.reports import ReportReader
+from dsched.drivers.sglang.launcher import find_sglang_python
 from dsched.drivers.vllm.launcher import find_vllm_python, make_tiny_model
 from dsched.drivers.wire import AgentGoodbye, AgentHello, RankReport
+from dsched.errors import ConfigError
 from dsched.ids import EngineId
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +57,10 @@ class Subscriber:
     def on_goodbye(self, _: AgentGoodbye) -> None: ...
 
 
-async def measure_overhead(python: Path, num_rounds: int, num_steps: int) -> list[Row]:
+async def measure_overhead(
+    python: Path, sglang: Path | None, num_rounds: int, num_steps: int
+) -> list[Row]:
+    """The rows of vLLM, and of SGLang where it is there."""
     reader = ReportReader(endpoint="tcp://127.0.0.1:0")
     reader.start()
     reader.subscribe(ENGINE, Subscriber())
@@ -69,7 +74,9 @@ async def measure_overhead(python: Path, num_rounds: int, num_steps: int) -> lis
     with tempfile.TemporaryDirectory() as folder:
         model = await make_tiny_model(Path(folder) / "tiny", python=python)
 
-        async def run(script: str, sizes: tuple[int, ...]) -> dict[int, list[dict]]:
+        async def run(
+            script: str, sizes: tuple[int, ...], python: Path = python
+        ) -> dict[int, list[dict]]:
             """The lines that a script prints, by number of requests."""
             process = await asyncio.create_subprocess_exec(
                 *(str(python), str(ROOT / "benchmarks" / script)),
@@ -88,14 +95,20 @@ async def measure_overhead(python: Path, num_rounds: int, num_steps: int) -> lis
 
         model_free = await run("_vllm_agent.py", SIZES)
         tiny = await run("_vllm_agent_engine.py", TINY_SIZES)
+        tiny_sglang = {} if sglang is None else await run("_sglang_agent.py", TINY_SIZES, sglang)
     reader.close()
     return [
         *(row for size, rounds in model_free.items() for row in rows_of(size, rounds)),
-        *(row for size, rounds in tiny.items() for row in tiny_rows_of(size, rounds)),
+        *(row for size, rounds in tiny.items() for row in tiny_rows_of("tiny model", size, rounds)),
+        *(
+            row
+            for size, rounds in tiny_sglang.items()
+            for row in tiny_rows_of("SGLang, tiny model", size, rounds)
+        ),
     ]
 
 
-def tiny_rows_of(size: int, rounds: list[dict]) -> list[Row]:
+def tiny_rows_of(name: str, size: int, rounds: list[dict]) -> list[Row]:
     """Of the real engine: the median round, with the spread over rounds."""
     values = {
         "step_overhead_pct": [100 * each["added_us"] / each["plain_us"] for each in rounds],
@@ -106,7 +119,7 @@ def tiny_rows_of(size: int, rounds: list[dict]) -> list[Row]:
     return [
         Row(
             metric=metric,
-            case=f"tiny model, R={size}",
+            case=f"{name}, R={size}",
             ours=statistics.median(each),
             spread=half_quartile_range(each),
             better="lower",
@@ -185,10 +198,16 @@ def make_hello() -> AgentHello:
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--vllm-python", type=Path, help="interpreter that has vLLM")
+    parser.add_argument("--sglang-python", type=Path, help="interpreter that has SGLang")
     options = parser.parse_args()
     python = find_vllm_python(options.vllm_python)
     num_rounds, num_steps = (5, 50) if options.quick else (15, 150)
-    rows = asyncio.run(measure_overhead(python, num_rounds, num_steps))
+    try:
+        sglang = find_sglang_python(options.sglang_python)
+    except ConfigError as error:
+        sys.stderr.write(f"SGLang is left out: {error}\n")
+        sglang = None
+    rows = asyncio.run(measure_overhead(python, sglang, num_rounds, num_steps))
     rows.append(asyncio.run(measure_delay(num_rounds * num_steps)))
     report("agent", rows, seeds=num_rounds, json_path=options.json)
 
