@@ -66,9 +66,9 @@ class Prefills:
         self._unplaced: list[RequestRun] = []
         """Runs with a decode rank whose prompt nobody computes; the next tick decides."""
         self._due: SortedList[tuple[int, AttemptId]] = SortedList()
-        """When halves have to show something. Most are over by then."""
-        self._run_of: dict[AttemptId, RequestRun] = {}
-        """Whose halves these are."""
+        """When halves have to show something."""
+        self._expected: dict[AttemptId, tuple[int, RequestRun]] = {}
+        """The same by half, with the run that it is of."""
 
     # ---- decisions of a tick
 
@@ -79,9 +79,7 @@ class Prefills:
 
     def is_wanted(self, run: RequestRun, now_ns: int) -> bool:
         """Whether another engine should compute the prompt of the booked attempt."""
-        if run.pool not in self._state.prefill_pools:
-            return False
-        if self._has_transfer(run, now_ns):
+        if self._has_transfer(run, now_ns) or run.pool not in self._state.prefill_pools:
             return False
         if not self._state.can_prefill(run.pool):
             return True
@@ -214,7 +212,12 @@ class Prefills:
 
     def _expect(self, run: RequestRun, attempt_id: AttemptId, due_ns: int) -> None:
         self._due.add((due_ns, attempt_id))
-        self._run_of[attempt_id] = run
+        self._expected[attempt_id] = (due_ns, run)
+
+    def _expect_no_longer(self, attempt_id: AttemptId) -> None:
+        expected = self._expected.pop(attempt_id, None)
+        if expected is not None:
+            self._due.remove((expected[0], attempt_id))
 
     def next_due_ns(self) -> int | None:
         """When `take_overdue` has something to look at."""
@@ -225,7 +228,7 @@ class Prefills:
         overdue = []
         while self._due and self._due[0][0] <= now_ns:
             _, attempt_id = self._due.pop(0)
-            run = self._run_of.pop(attempt_id)
+            _, run = self._expected.pop(attempt_id)
             if self._is_silent(run, attempt_id):
                 overdue.append((run, attempt_id))
         return overdue
@@ -323,13 +326,16 @@ class Prefills:
         if half is None:
             raise InvariantError(f"request {run.request.request_id} has no prefill half")
         run.prefill = None
+        self._expect_no_longer(half.attempt_id)
         self._state.runs.end_attempt(half.attempt_id)
         if self._state.watch is not None:
             self._state.watch.end(half.attempt_id)
         return half
 
     def drop(self, run: RequestRun) -> None:
-        """Stop the half, if one runs; nothing that it still says counts."""
+        """Stop the half, if one runs; nothing that it or the attempt still says counts."""
+        if run.attempt is not None:
+            self._expect_no_longer(run.attempt.attempt_id)
         if run.prefill is None:
             return
         half = self._end(run)
@@ -344,7 +350,13 @@ class Prefills:
             booking.prefill.release(attempt_id, self._state.clock.now_ns())
 
     def validate(self) -> None:
-        """Check that every run without a half is decided about soon. O(runs)."""
+        """Check that every run without a half is decided about soon, and that nothing is expected
+        of what is over. O(runs)."""
+        if len(self._due) != len(self._expected):
+            raise InvariantError(f"{len(self._due)} due times for {len(self._expected)} halves")
+        for attempt_id, (_, run) in self._expected.items():
+            if run.phase is Phase.ENDED:
+                raise InvariantError(f"half {attempt_id} is expected of a request that ended")
         unplaced = {run.request.request_id for run in self._unplaced}
         for run in self._state.runs:
             is_between = run.phase is Phase.PREFILLING and run.prefill is None
