@@ -15,6 +15,7 @@ import sys
 
 os.environ["DSCHED_STEP_BUDGET_MS"] = "20"
 os.environ["DSCHED_CHUNK_ALIGNMENT"] = "8"
+os.environ["DSCHED_CHUNK_WEIGHTS"] = "chunking_twin:ByBacklog"
 
 import numpy as np
 from scheduler_twin import BLOCK_TOKENS, Side, make_config, make_scheduler
@@ -23,11 +24,22 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from dsched.costs import DecodeCostModel, PrefillCostModel, StepCostCurve
 from dsched.drivers.vllm import DschedAsyncScheduler, DschedScheduler
+from dsched.plugins import BucketView
 
 NUM_STEPS = 600
 LAST_ARRIVAL = 300
 SHARED_PREFIX = list(range(5, 5 + 2 * BLOCK_TOKENS))
 """Some prompts begin alike, so that vLLM finds what the plan did not know of."""
+
+
+class ByBacklog:
+    """An operator's policy for the weights of the length buckets."""
+
+    name = "by-backlog"
+    api_version = 1
+
+    def weights(self, view: BucketView) -> list[float]:
+        return [1.0 + count for count in view.num_requests]
 
 
 def run(model: str, mode: str, seed: int) -> dict[str, object]:
@@ -89,6 +101,7 @@ def run(model: str, mode: str, seed: int) -> dict[str, object]:
         "num_plans": control.num_plans,
         "num_differed": control.num_differed,
         "num_fallbacks": control.num_fallbacks,
+        "num_weight_changes": control.weights.num_changes,
         "class": type(scheduler).__mro__[0].__name__,
         "is_on": scheduler._dsched_chunks is not None,
         "num_errors": scheduler._dsched_num_errors,

@@ -148,5 +148,6 @@ def test_real_schedulers_serve_everything_under_planned_chunks(
     assert answer["num_chunks"] > 1.5 * answer["num_requests"]
     assert answer["num_preempted"] > 0
     assert answer["num_differed"] < answer["num_chunks"] / 4
+    assert answer["num_weight_changes"] > 0, "the operator's policy was not heard"
     assert answer["is_on"]
     assert answer["num_errors"] == 0
