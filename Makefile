@@ -16,6 +16,11 @@ $(VENV)/.ready: pyproject.toml $(DEV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
+# Once a version of the kernels: numba keeps what it compiled beside them.
+$(VENV)/.kernels: tools/compile_kernels.py $(shell grep -rl numba dsched --include=*.py) | $(VENV)/.ready
+	$(BIN)/python $<
+	touch $@
+
 run: $(VENV)/.ready ## Start the control plane on simulated engines; ARGS="..." adds flags
 	$(BIN)/dsched run $(ARGS)
 
@@ -29,11 +34,13 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(BIN)/mypy
 
-test-fast: $(VENV)/.ready ## Tests without real engines
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not vllm and not sglang and not gpu and not slow"
+FAST := not vllm and not sglang and not gpu and not slow
 
-test: $(VENV)/.ready engines ## The whole suite, real engines included
-	$(BIN)/pytest -q -m "not gpu"
+test-fast: $(VENV)/.kernels ## Tests without real engines that take less than a second
+	$(BIN)/pytest -q -n auto --dist loadfile -m "$(FAST)"
+
+test: test-fast engines ## The whole suite, real engines included
+	$(BIN)/pytest -q -m "not gpu and not ($(FAST))"
 
 include $(wildcard make/*.mk)
 

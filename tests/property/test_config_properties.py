@@ -4,6 +4,7 @@ import string
 import tempfile
 from pathlib import Path
 
+import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,6 +63,7 @@ def test_any_yaml_syntax_is_read_or_refused_in_one_line(text: str) -> None:
     read(text)
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.sampled_from(SECTIONS),

@@ -2,6 +2,7 @@
 
 import costs_reference as twin
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -65,6 +66,7 @@ def test_cost_of_a_chunk_equals_the_twins(
     np.testing.assert_allclose(fast, twin.chunk_ns(arrays, step_tokens, past, chunk), rtol=1e-9)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(
     prefill_models(),

@@ -130,6 +130,7 @@ def test_moves_never_make_it_worse(case: dict[str, Any], seed: int) -> None:
             assert after == before
 
 
+@pytest.mark.slow
 @given(layers(), st.integers(0, 2**32 - 1))
 @settings(max_examples=100, deadline=None)
 def test_the_split_is_optimal_and_loses_nothing(case: dict[str, Any], seed: int) -> None:

@@ -1,6 +1,7 @@
 """What routing must keep whatever the input: twins agree, limits hold, nothing is lost."""
 
 import numpy as np
+import pytest
 import routing_reference as twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,6 +37,7 @@ def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return table, prices
 
 
+@pytest.mark.slow
 @given(
     table=tables(),
     prompt=st.sampled_from([0, 50, 100, 150, 300, 499, 500]),

@@ -57,6 +57,7 @@ def request_lists(draw: st.DrawFn) -> list[tuple[int, tuple[int, ...], SamplingP
     return requests
 
 
+@pytest.mark.slow
 @given(
     requests=request_lists(),
     model=st.sampled_from(MODELS),
@@ -214,6 +215,7 @@ ANY_BYTES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(data=ANY_BYTES)
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60

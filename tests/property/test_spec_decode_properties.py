@@ -1,6 +1,7 @@
 """plan_verify_lengths: equal to its plain twin, and what holds for every input."""
 
 import numpy as np
+import pytest
 import spec_reference as twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,6 +116,7 @@ def test_given_budget_goes_to_the_best_tokens_that_exist(
     assert plan.lengths.tolist() == twin.lengths_of(exist[:budget], num_requests)
 
 
+@pytest.mark.slow
 @given(st.data(), curves(), st.sampled_from(["asynchronous", "synchronous", "density"]))
 @settings(max_examples=300, deadline=None)
 def test_no_admission_depends_on_the_admitted_token(

@@ -53,6 +53,7 @@ def through_the_wire(records: list[AnyRecord]) -> list[AnyRecord]:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(records), type=list[AnyRecord])
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 1 << 20),
@@ -80,6 +81,7 @@ def test_seeds_meet_every_kind_of_decision(seed: int) -> None:
     assert replay(recorded_faults(seed)).first is None
 
 
+@pytest.mark.slow
 def test_the_generator_reaches_every_kind_of_decision() -> None:
     """Every kind, and each way of noticing but a busy engine's."""
     runs = [recorded_faults(seed) for seed in range(6)]
@@ -94,6 +96,7 @@ def test_the_generator_reaches_every_kind_of_decision() -> None:
     assert {"socket", "progress", "rank", "drain"} <= layers
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(seed=st.integers(0, 1 << 20), rate=st.sampled_from([3.0, 20.0]))
 def test_loads_with_held_requests_replay_without_a_difference(seed: int, rate: float) -> None:
@@ -103,6 +106,7 @@ def test_loads_with_held_requests_replay_without_a_difference(seed: int, rate: f
     assert replay(through_the_wire(records)).first is None
 
 
+@pytest.mark.slow
 def test_another_price_is_found() -> None:
     """The first decision that another price changes is named, with the costs behind it."""
     records = recorded_load(1, rate_per_s=20.0, num_requests=200)

@@ -170,6 +170,7 @@ class Bench:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_synchronised", [False, True])
 @settings(max_examples=40)
 @given(seed=st.integers(0, 1 << 32), num_routers=st.integers(1, 3), num_actions=st.integers(0, 120))

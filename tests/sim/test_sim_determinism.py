@@ -22,6 +22,7 @@ def serve(tmp_path: Path, hash_seed: int, *args: str) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.slow
 def test_generated_workload_is_replayed_bit_identically(tmp_path: Path) -> None:
     """Several engines, preemption, a queue at the router: all of it the same twice."""
     args = [
@@ -42,6 +43,7 @@ def test_generated_workload_is_replayed_bit_identically(tmp_path: Path) -> None:
     assert values["seed"] == 11
 
 
+@pytest.mark.slow
 def test_head_of_a_public_trace_is_replayed_bit_identically(tmp_path: Path) -> None:
     """The first 300 requests of the Mooncake trace at five times its rate."""
     if not MOONCAKE.exists():

@@ -29,6 +29,7 @@ def test_every_promise_is_kept_and_everything_finishes(seed: int) -> None:
     assert sum(ended) == report.num_requests
 
 
+@pytest.mark.slow
 def test_seeds_together_meet_every_fault_and_every_method() -> None:
     """The generator reaches what it is there for."""
     reports = run_all(range(100, 110))
@@ -77,6 +78,7 @@ def digest(hash_seed: int) -> object:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_one_seed_is_one_run_whatever_the_string_hashes() -> None:
     """The digest covers what each client heard and when."""
     one, other = digest(1), digest(2)

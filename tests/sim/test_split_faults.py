@@ -46,6 +46,7 @@ def test_requests_that_move_keep_every_promise(mode: MigrationMode) -> None:
         assert (report.num_tokens_lost, report.num_tokens_repeated) == (0, 0)
 
 
+@pytest.mark.slow
 def test_seeds_together_meet_every_way_of_a_prompt() -> None:
     """The generator reaches what it is there for; one seed is one run."""
     reports = run_all(range(100, 108))

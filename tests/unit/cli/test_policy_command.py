@@ -150,6 +150,7 @@ def write(here: Path, module: str, body: str, *, method: str = "pick") -> str:
     return f"{module}:Policy"
 
 
+@pytest.mark.slow
 def test_a_trial_compares_with_every_rule_of_ours(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +182,7 @@ def test_a_trial_compares_with_every_rule_of_ours(
         assert row["ttft"]["num_samples"] == 80
 
 
+@pytest.mark.slow
 def test_fallbacks_of_a_bad_policy_are_told(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -187,6 +187,7 @@ async def test_old_picture_is_called_old(serve: Serve) -> None:
         assert not app.rows.is_old
 
 
+@pytest.mark.slow
 async def test_nobody_answers() -> None:
     """From the start: the address, the reason and what to do, and q still ends it."""
     app = make_app("http://127.0.0.1:9")

@@ -108,6 +108,7 @@ def digest(**variables: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_plans_are_equal_across_processes_threads_and_compilers() -> None:
     """Hash seeds and thread counts change nothing; neither does running without the compiler."""
     digests = {

@@ -232,6 +232,7 @@ class Crc(Hashes):
 """
 
 
+@pytest.mark.slow
 def test_an_answer_that_differs_between_processes_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def test_replay_with_another_weight_names_the_first_decision(trace: Path) -> Non
     assert 0 < sum(document["num_different"].values()) < sum(document["num_decisions"].values())
 
 
+@pytest.mark.slow
 def test_a_cut_file_is_used_as_far_as_it_goes(trace: Path, tmp_path: Path) -> None:
     """A warning names the cut; the rest replays."""
     cut = tmp_path / "cut.dtrace"
