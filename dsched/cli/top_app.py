@@ -194,7 +194,9 @@ class TopApp(App[None]):
     # ---- drawing
 
     def draw(self) -> None:
-        """Draw what is known."""
+        """Draw what is known; nothing while the screen is put up or taken down."""
+        if not self.query("#events"):
+            return
         width = max(self.size.width, live_text.MIN_WIDTH)
         glyphs = self._settings.glyphs
         is_old = self.fault is not None

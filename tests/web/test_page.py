@@ -5,6 +5,7 @@ import asyncio
 
 import pytest
 
+from dsched.testing.browser import main_thread_tasks
 from dsched.testing.live_page import Show, ShownPage, serve_live
 from dsched.testing.live_snapshots import Shape
 
@@ -156,6 +157,12 @@ async def test_thousands_of_ranks(show: Show) -> None:
     )
     assert running == sorted(running, reverse=True)
     assert len(running) == 8
+    await page.start_trace()
+    for _ in range(4):
+        await shown.push()
+    tasks = main_thread_tasks(await page.stop_trace())
+    assert len(tasks) > 20
+    assert max(cpu_ms for _, cpu_ms in tasks) < 50
     assert page.errors == []
 
 
