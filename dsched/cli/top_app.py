@@ -195,7 +195,7 @@ class TopApp(App[None]):
 
     def draw(self) -> None:
         """Draw what is known; nothing while the screen is put up or taken down."""
-        if not self.query("#events"):
+        if len(self.query("#status, #head, #events")) < 3:
             return
         width = max(self.size.width, live_text.MIN_WIDTH)
         glyphs = self._settings.glyphs

@@ -380,6 +380,7 @@ def on_a_terminal(url: str, **environment: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_colours_only_where_they_are_wanted() -> None:
     """A terminal gets them, and none with NO_COLOR; 40 columns hold in both."""
     colour = re.compile(r"\x1b\[(?:[0-9;]*;)?3[0-7][;m]")

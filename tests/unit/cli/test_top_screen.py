@@ -115,6 +115,7 @@ async def test_every_size(serve: Serve, size: tuple[int, int]) -> None:
         assert all(line.isascii() for line in lines)
 
 
+@pytest.mark.slow
 async def test_ten_thousand_ranks_are_paged(serve: Serve) -> None:
     """Only lines in sight are asked for; the end is one key away; sorting holds the place."""
     source = MadeUpSource(Shape(num_engines=1_250, ranks_per_engine=8))
@@ -140,7 +141,7 @@ async def test_filter_and_modes(serve: Serve) -> None:
     """Typed words narrow the rows at once; escape shows all again."""
     source = MadeUpSource(Shape(states={2: 1}))
     source.push()
-    app = make_app(await serve(source))
+    app = make_app(await serve(source), interval_s=60)
     async with app.run_test(size=(80, 30)) as pilot:
         await settle(pilot, lambda: app.snapshot)
         await pilot.press("r", "slash", *"suspect")
