@@ -19,8 +19,6 @@ STATE_DIR = Path(__file__).parents[1] / ".dsched" / "tests"
 VLLM_PLUGIN = Path(__file__).parent / "vllm" / "plugin"
 """Lets vLLM's CPU build run an EP group; see the module there."""
 
-collect_ignore = ["vllm/plugin", "sglang/plugin"]  # of the engine's environment, not ours
-
 
 @pytest.fixture(scope="session")
 def vllm_engines() -> Iterator[TinyEngines]:
