@@ -44,6 +44,14 @@ def admission_view(state: ControllerState, *, pool: str, tenant: str) -> Admissi
     )
 
 
+def asks_for(state: ControllerState, run: RequestRun) -> bool:
+    """Whether a policy wants a say in where a run goes."""
+    policies = state.policies
+    return policies.routing is not None or (
+        policies.handoff is not None and run.recovery is not None
+    )
+
+
 def preferred(
     state: ControllerState,
     run: RequestRun,
@@ -52,10 +60,7 @@ def preferred(
     now_ns: int,
 ) -> RoutingDecision:
     """Let policies choose among the ranks that the router could have chosen."""
-    policies = state.policies
-    is_handoff = run.recovery is not None
-    if policies.routing is None and not (is_handoff and policies.handoff):
-        return decision
+    policies, is_handoff = state.policies, run.recovery is not None
     offered = eligible_ranks(run.router, request, ignores_room=ignores_room(decision))
     view = request_view(
         run.request, held_ns=now_ns - run.time_ns, num_output_tokens=run.num_output_tokens

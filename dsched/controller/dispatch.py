@@ -8,7 +8,7 @@ Cost: O(dispatches * D).
 """
 
 from dsched.controller import refusals
-from dsched.controller.asking import preferred
+from dsched.controller.asking import asks_for, preferred
 from dsched.controller.attempts import Dispatch, begin_attempt, is_wanted
 from dsched.controller.lifecycle import Lifecycle
 from dsched.controller.prefills import Prefills
@@ -149,7 +149,8 @@ class Dispatcher:
 
     def _book(self, run: RequestRun, decision: RoutingDecision, now_ns: int) -> list[Dispatch]:
         """Take the rank for the run's next attempt, and begin it or its prefill half."""
-        decision = preferred(self._state, run, _routing_request(run), decision, now_ns)
+        if asks_for(self._state, run):
+            decision = preferred(self._state, run, _routing_request(run), decision, now_ns)
         if decision.rank is None:
             raise InvariantError(f"request {run.request.request_id}: a dispatch needs a rank")
         state, request = self._state, run.request

@@ -178,7 +178,11 @@ def example_request(**fields: Any) -> RequestView:  # noqa: ANN401 - those of Re
     >>> example_request(session="s1").session
     's1'
     """
-    defaults: dict[str, Any] = {"model": "model", "num_prompt_tokens": 100, "max_output_tokens": 100}
+    defaults: dict[str, Any] = {
+        "model": "model",
+        "num_prompt_tokens": 100,
+        "max_output_tokens": 100,
+    }
     return RequestView(**(defaults | fields))
 
 

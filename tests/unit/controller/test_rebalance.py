@@ -135,9 +135,14 @@ class Trigger:
         return self.answer() if callable(self.answer) else self.answer
 
 
+def endless_sleep() -> None:
+    time.sleep(0.2)
+
+
 def ask_trigger(answer: object) -> tuple[Bench, Trigger, PolicySet]:
     trigger = Trigger(answer)
-    policies = PolicySet(rebalance=PolicyGuard(trigger, budget_ns=20_000_000))
+    budget_ns = 20_000_000 if answer is endless_sleep else 5_000_000_000
+    policies = PolicySet(rebalance=PolicyGuard(trigger, budget_ns=budget_ns))
     return Bench(skewed(), policies=policies), trigger, policies
 
 
@@ -166,7 +171,7 @@ def test_a_trigger_decides_when_but_not_about_lost_ranks() -> None:
     ("answer", "reason"),
     [
         (lambda: 1 / 0, FailureReason.RAISED),
-        (lambda: time.sleep(0.2), FailureReason.TIMEOUT),
+        (endless_sleep, FailureReason.TIMEOUT),
         (float("nan"), FailureReason.WRONG_ANSWER),
         (0, FailureReason.WRONG_ANSWER),
         (np.array([True, False]), FailureReason.WRONG_ANSWER),
