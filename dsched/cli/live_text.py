@@ -295,7 +295,7 @@ def _cell(table: RowTable, index: int, column: Column, glyphs: Glyphs) -> Line:
 
 
 def printable(text: str) -> str:
-    """Names and reasons come from engines; a terminal must not obey them.
+    r"""Names and reasons come from engines; a terminal must not obey them.
 
     >>> printable("a\x1b[2Jb\n")
     'a?[2Jb?'
