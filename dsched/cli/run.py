@@ -49,8 +49,11 @@ async def _serve(loaded: LoadedConfig, *, is_quiet: bool) -> None:
     service = Service(loaded)
     stopping, reloading = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
+    terminal = Terminal()
     # From the start on: without a handler the signal ends the process.
-    loop.add_signal_handler(signal.SIGHUP, reloading.set)
+    loop.add_signal_handler(
+        signal.SIGHUP, lambda: (stopping if terminal.is_lost() else reloading).set()
+    )
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     if not await _start_unless(service, stopping):
@@ -67,6 +70,23 @@ async def _serve(loaded: LoadedConfig, *, is_quiet: bool) -> None:
         loop.remove_signal_handler(number)
     await service.stop()
     end_if_stuck()
+
+
+class Terminal:
+    """The terminal that dsched was started in, if any. SIGHUP also says that it was closed."""
+
+    def __init__(self) -> None:
+        self._descriptors = [number for number in (0, 1, 2) if os.isatty(number)]
+
+    def is_lost(self) -> bool:
+        """Whether it was closed; what is written from then on goes nowhere, instead of failing."""
+        lost = [number for number in self._descriptors if not os.isatty(number)]
+        if lost:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for number in lost:
+                os.dup2(nowhere, number)
+            os.close(nowhere)
+        return bool(lost)
 
 
 async def _start_unless(service: Service, stopping: asyncio.Event) -> bool:
@@ -111,7 +131,7 @@ def welcome(service: Service) -> str:
     )
     return (
         f"\ndsched serves {model} on {service.front_door_url} over {len(service.fleet.drivers)} "
-        f"{kind}; admin API on {service.admin_url}\n\n"
+        f"{kind}; watch it on {service.admin_url}\n\n"
         f"  curl -N {service.front_door_url}/v1/chat/completions "
         f"-H 'content-type: application/json' -d '{body}'\n\n{reload_line(service)}"
     )
