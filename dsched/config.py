@@ -324,7 +324,8 @@ class PlacementConfig(Section, frozen=True, kw_only=True):
     """Time between two rebalances by load; a lost rank is planned for at once. 0: off. Below:
     experts move for differences that the next window undoes. Above: steps wait for hot experts."""
     max_moves: Count | None = None
-    """Expert copies that may move in one layer at a time; default: as many as it takes."""
+    """Expert copies that may move in one layer at a time; default: as many as it takes. Below:
+    ranks stay uneven for longer. Above: more weights move at once, and steps wait for them."""
 
 
 class FaultsConfig(Section, frozen=True, kw_only=True):
@@ -427,7 +428,8 @@ class TraceConfig(Section, frozen=True, kw_only=True):
     """Record every decision into this file from the start, for `dsched replay`; a file that is
     there is kept as `FILE.old`. Default: only on `dsched trace start`."""
     max_file_mb: PositiveInt = 4_096
-    """Size at which recording to a file ends, in megabytes. Above: the disk fills."""
+    """Size at which recording to a file ends, in megabytes. Below: records of little time. Above:
+    the disk fills."""
 
 
 class OtelConfig(Section, frozen=True, kw_only=True):
@@ -640,7 +642,8 @@ class EplbSettings(Section, frozen=True, kw_only=True):
     stop: Annotated[float, Meta(ge=0, le=100)] = 0.02
     """The same, at which a changed layer is good enough; at most `trigger`."""
     max_moves: Count | None = None
-    """Expert copies that may move in one layer at a time; `None`: as many as it takes."""
+    """Expert copies that may move in one layer at a time; `None`: as many as it takes. Below:
+    ranks stay uneven for longer. Above: more weights move at once, and steps wait for them."""
     keep_groups: bool = False
     """Keep each expert group of the model on one node (prefill with group-limited routing)."""
 
