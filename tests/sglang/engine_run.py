@@ -2,12 +2,13 @@
 
 Run by `test_engine.py` with the Python of the SGLang environment:
 
-    python engine_run.py MODEL_FOLDER
+    python engine_run.py MODEL_FOLDER [mixed]
 
 with `DSCHED_ENDPOINT` and `DSCHED_STEP_BUDGET_MS` set, so that SGLang loads dsched's plug-in by
 itself. First a stream runs, and prompts of 900 and 120 tokens arrive together, with and without
 chunk control in turn; then many requests at random, with more KV than there is; then parts of
-dsched are broken, and the engine has to serve on.
+dsched are broken, and the engine has to serve on. `mixed` runs the first of it only, with prompts
+and decodes in one step.
 """
 
 import json
@@ -35,8 +36,9 @@ def prompt(length: int, salt: int) -> list[int]:
 class Engine(SchedulerRig):
     """The rig, with notes of what was planned and reported."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model, max_total_tokens=KV_TOKENS)
+    def __init__(self, model: str, *, is_mixed: bool) -> None:
+        mixed = {"enable_mixed_chunk": True} if is_mixed else {}
+        super().__init__(model, max_total_tokens=KV_TOKENS, **mixed)
         self.dsched: Any = self.scheduler.dsched
         self.control: Any = self.dsched.chunks
         self.records: list[Any] = []
@@ -152,7 +154,8 @@ class Without:
 
 
 def main() -> None:
-    engine = Engine(sys.argv[1])
+    is_mixed = "mixed" in sys.argv[2:]
+    engine = Engine(sys.argv[1], is_mixed=is_mixed)
     hello = engine.dsched.agent.hello
     result: dict[str, Any] = {
         "features": hello.features,
@@ -165,14 +168,20 @@ def main() -> None:
     result["fixed"] = engine.compare(is_planned=False)
     result["ours"] = engine.compare(is_planned=True)
     result["num_differed"] = engine.control.num_differed
-    engine.learn_again()
+    if not is_mixed:
+        engine.learn_again()
+        serve_more(engine, result)
+    result["is_overlapped"] = engine.scheduler.enable_overlap
+    sys.stdout.write("RESULT " + json.dumps(result) + "\n")
+
+
+def serve_more(engine: Engine, result: dict[str, Any]) -> None:
+    """Random arrivals with and without chunk control, then broken parts."""
     result["random_fixed"] = engine.serve_random(is_planned=False)
     result["random_ours"] = engine.serve_random(is_planned=True)
     for name in ("num_plans", "num_fallbacks", "num_learned"):
         result[name] = getattr(engine.control, name)
     result["broken"] = engine.break_parts()
-    result["is_overlapped"] = engine.scheduler.enable_overlap
-    sys.stdout.write("RESULT " + json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

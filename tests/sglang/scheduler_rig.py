@@ -106,10 +106,12 @@ class SchedulerRig:
 
     def _note_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         is_prefill = batch.forward_mode.is_extend()
+        decoding = batch.reqs if not is_prefill else batch.decoding_reqs or ()
+        chunks = {req.rid: req.extend_len for req in batch.reqs} if is_prefill else {}
         self.steps.append(
             {
                 "kind": "prefill" if is_prefill else "decode",
-                "chunks": {req.rid: req.extend_len if is_prefill else 1 for req in batch.reqs},
+                "chunks": chunks | {req.rid: 1 for req in decoding},
             }
         )
         return self._run(batch, *args, **kwargs)

@@ -32,10 +32,11 @@ SCRIPT = Path(__file__).parent / "engine_run.py"
 LONG, SHORT, BUDGET_TOKENS, ALIGNMENT = 900, 120, 160, 32
 """As in `engine_run.py`."""
 NUM_LOADED = 24
+FEW = 10
+"""Tokens that SGLang computes for itself, to see whether it is healthy."""
 
 
-@pytest.fixture(scope="module")
-def run() -> dict[str, Any]:
+def run_scheduler(*arguments: str) -> dict[str, Any]:
     """What one scheduler did, see `engine_run.py`. Nobody listens at its endpoint."""
     if not is_sglang_there():
         pytest.skip(NO_SGLANG)
@@ -45,10 +46,11 @@ def run() -> dict[str, Any]:
         "DSCHED_ENDPOINT": "tcp://127.0.0.1:9",
         "DSCHED_STEP_BUDGET_MS": "1000",
         "DSCHED_CHUNK_ALIGNMENT": str(ALIGNMENT),
+        # With numba's own place, another environment's numba would throw the kernels away.
         "NUMBA_CACHE_DIR": str(STATE_DIR / "numba-sglang"),
     }
     done = subprocess.run(
-        [str(python), str(SCRIPT), str(model)],
+        [str(python), str(SCRIPT), str(model), *arguments],
         env=os.environ | variables,
         capture_output=True,
         text=True,
@@ -59,6 +61,18 @@ def run() -> dict[str, Any]:
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return result
+
+
+@pytest.fixture(scope="module")
+def run() -> dict[str, Any]:
+    """SGLang as it comes: prompts and decodes in separate steps."""
+    return run_scheduler()
+
+
+@pytest.fixture(scope="module")
+def mixed() -> dict[str, Any]:
+    """With `--enable-mixed-chunk`: prompts and decodes in one step."""
+    return run_scheduler("mixed")
 
 
 def prefills(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -102,6 +116,20 @@ def test_running_stream_decodes_after_each_step_with_prompts(run: dict[str, Any]
     assert len(after) > 5
     assert all(step["kind"] == "decode" and "stream" in step["chunks"] for step in after)
     assert alone[-1]["chunks"] == {"long": LONG, "short": SHORT}
+
+
+def test_mixed_steps_compute_the_planned_prompts_beside_every_decode(mixed: dict[str, Any]) -> None:
+    """The decodes come on top of the planned tokens, and nobody waits for a step."""
+    steps = prefills(mixed["ours"]["steps"])[1:]
+    prompts = [
+        {name: count for name, count in step["chunks"].items() if count > 1} for step in steps
+    ]
+
+    assert [sum(each.values()) for each in prompts] == [step["planned"] for step in steps]
+    assert {"long": ALIGNMENT, "short": SHORT} in prompts
+    assert all(step["chunks"]["stream"] == 1 for step in steps)
+    assert mixed["num_differed"] == 0
+    assert mixed["ours"]["tokens"] == mixed["fixed"]["tokens"]
 
 
 def test_answers_are_those_of_sglang_alone(run: dict[str, Any]) -> None:
@@ -182,6 +210,10 @@ class Listener:
                 await asyncio.sleep(0.01)
 
 
+def is_idle(report: RankReport) -> bool:
+    return not report.num_running and not report.num_step_tokens
+
+
 @pytest.fixture
 async def pool(sglang_dp2: TinyEngines) -> AsyncIterator[HttpPool]:
     """A way to ask the server without dsched."""
@@ -203,19 +235,26 @@ async def test_each_rank_reports_its_own_load(sglang_dp2: TinyEngines, pool: Htt
     reader, listener = ReportReader(endpoint=sglang_dp2.agent_endpoint), Listener()
     reader.start()
     reader.subscribe(sglang_dp2.engines[0].engine_id, listener)
-    await listener.wait(lambda: len(listener.hellos) == 2)
+    # A heartbeat of each: what was computed before has been told.
+    await listener.wait(
+        lambda: {each.dp_rank for each in listener.reports if is_idle(each)} == {0, 1}
+    )
     listener.reports.clear()
     got = await answers(pool, routed_dp_rank=1)
-    await listener.wait(lambda: any(not report.num_running for report in listener.reports[-1:]))
-    steps = Counter(report.dp_rank for report in listener.reports if report.num_step_tokens)
+    await listener.wait(lambda: any(each.dp_rank and is_idle(each) for each in listener.reports))
+    tokens: Counter[int] = Counter()
+    for report in listener.reports:
+        tokens[report.dp_rank] += report.num_step_tokens
     reader.close()
 
     assert {each["meta_info"]["dp_rank"] for each in got} == {1}
     assert {hello.num_dp_ranks for hello in listener.hellos.values()} == {2}
     assert all("dp_routing" in hello.features for hello in listener.hellos.values())
     assert all(hello.missing == () for hello in listener.hellos.values())
-    assert steps[1] >= 8
-    assert steps[0] == 0
+    # 24 prompts of 40 tokens, of which the cache may spare some, and 7 decodes of each; one more is
+    # launched before SGLang knows that an answer has ended.
+    assert NUM_LOADED * 8 <= tokens[1] < NUM_LOADED * (40 + 8) + FEW
+    assert tokens[0] < FEW
     assert sum(reader.drops.values()) == 0
 
 

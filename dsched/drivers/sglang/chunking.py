@@ -80,6 +80,7 @@ class Flight(NamedTuple):
     num_tokens: int
     chunks: tuple[int, ...]
     pasts: tuple[int, ...]
+    num_decodes: int
 
 
 class ChunkControl:
@@ -212,12 +213,14 @@ class ChunkControl:
         planned, self.planned_tokens, self.cut_tokens = self.planned_tokens, None, None
         if planned is None or batch is None:
             return
-        chunks = tuple(int(req.extend_len) for req in batch.reqs if req.extend_len > 0)
-        pasts = tuple(int(req.prefix_len) for req in batch.reqs if req.extend_len > 0)
+        decoding = set(map(id, batch.decoding_reqs or ()))
+        prompts = [req for req in batch.reqs if id(req) not in decoding and req.extend_len > 0]
+        chunks = tuple(int(req.extend_len) for req in prompts)
+        pasts = tuple(int(req.prefix_len) for req in prompts)
         total = sum(chunks)
         if total > planned or (has_more and total < planned - self.rule.alignment):
             self.num_differed += 1
-        self._flights.append(Flight(total, chunks, pasts))
+        self._flights.append(Flight(total, chunks, pasts, len(decoding)))
 
     def after_step(self, batch: Any, step_ns: int) -> None:
         """Learn from a step that has ended."""
@@ -227,12 +230,11 @@ class ChunkControl:
         if not self._flights:
             return
         flight = self._flights.popleft()
-        num_decodes = len(batch.decoding_reqs or ())
-        if flight.num_tokens + num_decodes != batch.extend_num_tokens:
+        if flight.num_tokens + flight.num_decodes != batch.extend_num_tokens:
             # Steps were dropped or not planned in between.
             self._flights.clear()
             return
-        if step_ns > 0 and flight.chunks and not num_decodes:
+        if step_ns > 0 and flight.chunks and not flight.num_decodes:
             self.prefill_cost.observe(step_ns / 1e9, flight.chunks, flight.pasts)
             self.num_learned += 1
 

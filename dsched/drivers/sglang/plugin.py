@@ -66,6 +66,7 @@ FEATURE_HOOKS: Final = {
         "waiting_queue",
         "pool_stats_observer",
         "max_total_num_tokens",
+        "disaggregation_mode",
     ),
     WAITING_PREFILL_TOKENS: ("load_inquirer",),
 }
@@ -83,6 +84,8 @@ class RankPlace(NamedTuple):
     """Schedulers that share each request."""
     is_first: bool
     """It is the one of them that speaks for all."""
+    has_stages: bool
+    """The model is cut into pipeline stages."""
 
 
 def activate() -> None:
@@ -167,7 +170,14 @@ def attach_scheduler(scheduler: Any) -> "RankAgent | None":
         features=tuple(features),
         missing=tuple(missing),
     )
-    rank_agent = RankAgent(scheduler, hello, settings, chunks=chunks, clock=SystemClock())
+    rank_agent = RankAgent(
+        scheduler,
+        hello,
+        settings,
+        chunks=chunks,
+        has_stages=place.has_stages,
+        clock=SystemClock(),
+    )
     rank_agent.install()
     # For whoever looks into a running scheduler.
     scheduler.dsched = rank_agent
@@ -274,6 +284,7 @@ def place_of(_: Any) -> RankPlace:
         num_dp_ranks=max(parallel.num_dp_ranks, dp_rank + 1),
         ranks_of_request=parallel.attn_tp_size * parallel.attn_cp_size * parallel.pp_size,
         is_first=parallel.attn_tp_rank == parallel.attn_cp_rank == parallel.pp_rank == 0,
+        has_stages=parallel.pp_size > 1,
     )
 
 
@@ -324,6 +335,7 @@ class RankAgent:
         settings: AgentSettings,
         *,
         chunks: Any,
+        has_stages: bool,
         clock: Clock,
     ) -> None:
         """Raises ValueError for an engine id that cannot be used; `settings.endpoint` is set."""
@@ -339,6 +351,7 @@ class RankAgent:
         )
         self._endpoint = settings.endpoint
         self._scheduler = scheduler
+        self._has_stages = has_stages
         self._clock = clock
         self._is_reporting = LOAD_REPORTS in hello.features
         self._knows_waiting = WAITING_PREFILL_TOKENS in hello.features
@@ -385,19 +398,15 @@ class RankAgent:
         )
 
     def _after_step(self, batch: Any) -> None:
-        try:
-            end_ns = self._clock.now_ns()
-            # With the overlap scheduler a step is launched while the one before still computes.
-            start_ns = max(int((batch.launch_ts or 0.0) * 1e9), self._last_end_ns)
-            self._last_end_ns = end_ns
-            step_ns = max(0, end_ns - start_ns)
-        except Exception as error:  # the door: a step must not fail through us
-            self._lose(LOAD_REPORTS, error)
-            return
+        end_ns = self._clock.now_ns()
+        # With the overlap scheduler a step is launched while the one before still computes.
+        launched_s = getattr(batch, "launch_ts", None) or 0.0
+        step_ns = max(0, end_ns - max(int(launched_s * 1e9), self._last_end_ns))
+        self._last_end_ns = end_ns
         if self._is_reporting:
             try:
                 self.agent.record_step(self._measure(batch, step_ns))
-            except Exception as error:  # the door
+            except Exception as error:  # the door: a step must not fail through us
                 self._lose(LOAD_REPORTS, error)
         if self._is_elastic:
             try:
@@ -428,23 +437,35 @@ class RankAgent:
             num_step_tokens = batch.extend_num_tokens if mode.is_extend() else len(batch.reqs)
         if num_step_tokens:
             self._step += 1
-        running = scheduler.running_batch
-        num_running = num_alive(running.reqs)
-        launched = getattr(scheduler, "cur_batch_for_debug", None)
-        if launched is not None and launched is not running and launched.forward_mode.is_extend():
-            # Not yet among the running ones.
-            num_running += num_alive(launched.reqs)
+        num_running, num_waiting = self._num_running(), len(scheduler.waiting_queue)
         used, _ = scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()
+        is_split = scheduler.disaggregation_mode.name != "NULL"
+        if is_split:
+            # Those that wait for the other side stand in queues of their own, some with KV.
+            num_waiting = scheduler.load_inquirer.get_loads().num_waiting_reqs
         return StepRecord(
             step=self._step,
             num_running=num_running,
-            num_waiting=len(scheduler.waiting_queue),
+            num_waiting=num_waiting,
             # Of requests that have ended only cached prefixes are left.
-            num_kv_tokens=int(used) if num_running else 0,
+            num_kv_tokens=int(used) if num_running or is_split else 0,
             num_waiting_prefill_tokens=self._waiting_tokens() if self._knows_waiting else 0,
             step_ns=step_ns if num_step_tokens else 0,
             num_step_tokens=num_step_tokens,
         )
+
+    def _num_running(self) -> int:
+        scheduler = self._scheduler
+        if self._has_stages:
+            # Each stage holds several batches.
+            return num_alive(scheduler.collect_inflight_reqs())
+        running = scheduler.running_batch
+        launched = getattr(scheduler, "cur_batch_for_debug", None)
+        count = num_alive(running.reqs)
+        if launched is not None and launched is not running and launched.forward_mode.is_extend():
+            # Not yet among the running ones.
+            count += num_alive(launched.reqs)
+        return count
 
     def _waiting_tokens(self) -> int:
         """Prompt tokens without a prefix in the cache, as SGLang estimates them; asked again only

@@ -308,6 +308,28 @@ def test_engine_goes_on_without_a_planner_that_raises() -> None:
     assert len(errors) == 1
 
 
+def test_mixed_step_has_room_for_the_decodes_beside_the_plan() -> None:
+    """SGLang takes them out of the size; the interval stays, because everybody decodes anyway."""
+    engine, control = Scheduler(None, named("a", 900)), make_control(180)
+    engine.is_mixed_chunk = True
+    attach_chunks(engine, control, lambda _: None)
+    engine.get_new_batch_prefill(SimpleNamespace(reqs=running(3)))
+
+    assert engine.seen == [(160 + 3, 0)]
+
+
+def test_decodes_of_a_mixed_step_are_no_chunks() -> None:
+    control = make_control()
+    control.before_prefill(scheduler(None, prompt(900)), [])
+    batch = batch_of((160, 0), (1, 99))
+    batch.decoding_reqs = batch.reqs[1:]
+    control.after_prefill(batch, has_more=True)
+    control.after_step(batch, 1_000_000)
+
+    assert control.num_differed == 0
+    assert control.num_learned == 0
+
+
 def test_own_size_is_the_upper_limit() -> None:
     engine, control = Scheduler(None, named("a", 5_000)), make_control(3_000)
     attach_chunks(engine, control, lambda _: None)

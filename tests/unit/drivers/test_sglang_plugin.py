@@ -46,8 +46,14 @@ class Inquirer:
         return self.num_tokens
 
 
+class Request(SimpleNamespace):
+    """Of SGLang's `Req` only whether it has ended; hashable as that is."""
+
+    __hash__ = object.__hash__
+
+
 def request(*, is_finished: bool = False) -> Any:
-    return SimpleNamespace(finished_reason="stop" if is_finished else None)
+    return Request(finished_reason="stop" if is_finished else None)
 
 
 def batch(kind: str, reqs: list[Any], *, num_tokens: int = 0, launched_ms: float = 0.0) -> Any:
@@ -78,6 +84,7 @@ class Scheduler(SimpleNamespace):
             running_batch=batch("decode", []),
             cur_batch_for_debug=None,
             waiting_queue=[],
+            disaggregation_mode=SimpleNamespace(name="NULL"),
             chunked_req=None,
             chunked_prefill_size=512,
             prefill_decode_interval=0,
@@ -326,9 +333,9 @@ def test_hooks_are_seen_on_functions_and_methods() -> None:
 class Stepper:
     """One scheduler with its agent, and a clock."""
 
-    def __init__(self, sglang: SimpleNamespace, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, *, has_stages: bool = False) -> None:
         place = plugin.place_of(scheduler)
-        assert place == RankPlace(0, 1, 1, is_first=True)
+        assert place == RankPlace(0, 1, 1, is_first=True, has_stages=False)
         hello = plugin.translate_hello(
             scheduler,
             place,
@@ -340,7 +347,9 @@ class Stepper:
         self.clock = ManualClock()
         self.records: list[Any] = []
         settings = AgentSettings(endpoint=ENDPOINT, engine_id=None)
-        self.agent = RankAgent(scheduler, hello, settings, chunks=None, clock=self.clock)
+        self.agent = RankAgent(
+            scheduler, hello, settings, chunks=None, has_stages=has_stages, clock=self.clock
+        )
         self.agent.agent.start = lambda: None  # type: ignore[method-assign]
         self.agent.agent.record_step = self.records.append  # type: ignore[method-assign]
         self.agent.install()
@@ -354,7 +363,7 @@ class Stepper:
 
 @pytest.fixture
 def stepper(sglang: SimpleNamespace) -> Stepper:
-    return Stepper(sglang, Scheduler())
+    return Stepper(Scheduler())
 
 
 def test_step_reports_what_it_left_behind(stepper: Stepper) -> None:
@@ -395,6 +404,24 @@ def test_launched_prompts_are_running_already(stepper: Stepper) -> None:
     without_prompts = stepper.step(batch("decode", [request()]), 2)
 
     assert (with_prompts.num_running, without_prompts.num_running) == (3, 1)
+
+
+def test_all_batches_of_a_pipeline_are_running(sglang: SimpleNamespace) -> None:
+    stepper = Stepper(Scheduler(), has_stages=True)
+    inflight = {request(), request(), request(is_finished=True)}
+    stepper.scheduler.collect_inflight_reqs = lambda: inflight
+
+    assert stepper.step(batch("decode", [request()]), 1).num_running == 2
+
+
+def test_split_server_counts_those_that_wait_for_the_other_side(stepper: Stepper) -> None:
+    """Those whose KV is on its way stand in no ordinary queue, and hold KV while nothing runs."""
+    scheduler = stepper.scheduler
+    scheduler.disaggregation_mode.name = "DECODE"
+    scheduler.load_inquirer.get_loads = lambda: SimpleNamespace(num_waiting_reqs=5)
+    record = stepper.step(batch("decode", [request(is_finished=True)]), 1)
+
+    assert (record.num_running, record.num_waiting, record.num_kv_tokens) == (0, 5, 321)
 
 
 def test_idle_step_beside_others_work_is_no_step(stepper: Stepper) -> None:
@@ -448,6 +475,7 @@ def test_end_of_the_loop_says_goodbye_and_a_crash_does_not(stepper: Stepper) -> 
         stepper.agent.agent.hello,
         AgentSettings(endpoint=ENDPOINT, engine_id=None),
         chunks=None,
+        has_stages=False,
         clock=ManualClock(),
     )
     second.agent.start = second.agent.close = lambda: closed.append(False)  # type: ignore
