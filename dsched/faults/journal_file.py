@@ -100,9 +100,11 @@ GATHER_FLUSHES = 16
 """Flushes after which the tokens in them are gathered by request. Below: more rows are written.
 Above: more is read through to find the tokens of a request that was open when dsched died."""
 
-CHUNK_ROWS = (64, 16, 4, 1)
-"""Rows of one statement, largest first: few statements, and few different ones to prepare. 64 rows
-of the widest table stay below the 999 values that an old SQLite takes."""
+CHUNK_ROWS = 64
+"""Rows of one statement at most: of the widest table they stay below the 999 values that an old
+SQLite takes."""
+CACHED_STATEMENTS = 4 * CHUNK_ROWS
+"""Prepared statements to keep: one for each number of rows and table."""
 
 UPDATE_ENDS = (
     "UPDATE requests SET finished_s = ended.at_s, finish_reason = ended.reason FROM"
@@ -372,7 +374,11 @@ class JournalFile:
         self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(
-            self.path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_MS / 1e3
+            self.path,
+            isolation_level=None,
+            check_same_thread=False,
+            timeout=BUSY_TIMEOUT_MS / 1e3,
+            cached_statements=CACHED_STATEMENTS,
         )
         try:
             is_new = self._prepare(connection)
@@ -422,25 +428,15 @@ class JournalFile:
         assert self._connection is not None
         connection = self._connection
         gathers = len(self._flush_ids) >= GATHER_FLUSHES
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            rows = _Rows(owner=self.owner, now_s=self.wall_time_s(), ungathered=self._ungathered)
-            next_row_id = _last_row_id(connection) + 1
-            for entry in batch:
-                if entry.row_id is None:
-                    rows.add_new(entry, row_id=next_row_id)
-                    next_row_id += 1
-                else:
-                    rows.add_rest(entry, row_id=entry.row_id)
-            if gathers:
-                rows.gather()
-                self._delete_flushes(connection)
-            flush_id = rows.insert(connection)
-            connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
+        rows = _Rows(owner=self.owner, now_s=self.wall_time_s(), ungathered=self._ungathered)
+        new = [entry for entry in batch if entry.row_id is None]
+        for entry in batch:
+            if entry.row_id is not None:
+                rows.add_rest(entry, row_id=entry.row_id)
+        if rows.is_only_tokens and not new and not gathers:
+            flush_id = rows.insert(connection)  # one statement is a transaction by itself
+        else:
+            flush_id = self._write_together(connection, rows, new, gathers=gathers)
         for entry, row_id, num_attempts, num_tokens in rows.writes:
             entry.row_id = row_id
             entry.num_attempts_written = num_attempts
@@ -451,6 +447,31 @@ class JournalFile:
         if flush_id is not None:
             self._flush_ids.append(flush_id)
         return rows.ended
+
+    def _write_together(
+        self,
+        connection: sqlite3.Connection,
+        rows: "_Rows",
+        new: list[JournalEntry],
+        *,
+        gathers: bool,
+    ) -> int | None:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            if new:
+                first_row_id = _last_row_id(connection) + 1
+                for row_id, entry in enumerate(new, first_row_id):
+                    rows.add_new(entry, row_id=row_id)
+            if gathers:
+                rows.gather()
+                self._delete_flushes(connection)
+            flush_id = rows.insert(connection)
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        return flush_id
 
     def _delete_flushes(self, connection: sqlite3.Connection) -> None:
         # Between ours may be those of others, and before them those of one that died.
@@ -551,6 +572,11 @@ class _Rows:
             self.ungathered.setdefault(entry, first_index)
         self.writes.append((entry, row_id, num_attempts, num_tokens))
 
+    @property
+    def is_only_tokens(self) -> bool:
+        """Nothing but one row of `flushes` is written."""
+        return not (self._requests or self._attempts or self._tokens or self._ends)
+
     def gather(self) -> None:
         """Give each request a row of its own for what is in the flushes, this one included."""
         num_tokens_of = {entry: num_tokens for entry, _, _, num_tokens in self.writes}
@@ -585,12 +611,10 @@ class _Rows:
 
 def _insert(connection: sqlite3.Connection, table: str, rows: list[tuple[Any, ...]]) -> None:
     """Insert rows that have all columns of `table`, many by one statement."""
-    start = 0
-    for num_rows in CHUNK_ROWS:
-        while len(rows) - start >= num_rows:
-            values = list(chain.from_iterable(rows[start : start + num_rows]))
-            connection.execute(_insert_statement(table, len(rows[0]), num_rows), values)
-            start += num_rows
+    for start in range(0, len(rows), CHUNK_ROWS):
+        chunk = rows[start : start + CHUNK_ROWS]
+        values = list(chain.from_iterable(chunk))
+        connection.execute(_insert_statement(table, len(rows[0]), len(chunk)), values)
 
 
 @cache
