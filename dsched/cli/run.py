@@ -50,10 +50,12 @@ async def _serve(loaded: LoadedConfig, *, is_quiet: bool) -> None:
     stopping, reloading = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     terminal = Terminal()
+
+    def hang_up() -> None:
+        (stopping if terminal.is_lost() else reloading).set()
+
     # From the start on: without a handler the signal ends the process.
-    loop.add_signal_handler(
-        signal.SIGHUP, lambda: (stopping if terminal.is_lost() else reloading).set()
-    )
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     if not await _start_unless(service, stopping):

@@ -1,7 +1,11 @@
 """SIGHUP on a live `dsched run`: other policies from the next tick on, and no stream notices."""
 
+import os
+import pty
 import re
 import signal
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -9,7 +13,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from test_run_process import SIM_MODEL, RunningDsched, client, start, stop
+from test_run_process import SIM_MODEL, RunningDsched, client, dsched, start, stop
 
 pytestmark = pytest.mark.slow
 
@@ -163,3 +167,34 @@ def test_policies_that_cannot_be_used_leave_the_old_ones(
     assert "\n" not in str(event["reason"])
     assert deployment.rank_of_one_more() == 0
     assert deployment.metric("dsched_policy_reloads_total")['outcome="kept"'] == 1.0
+
+
+IN_ITS_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # as a shell's
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_a_closed_terminal_ends_it(tmp_path: Path) -> None:
+    """SIGHUP for that reason is no reload; what it writes then does not fail."""
+    ours, theirs = pty.openpty()
+    command = dsched(
+        *("run", "--front-door-port", "0", "--admin-port", "0"),
+        *("--state-dir", str(tmp_path / "state")),
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_ITS_TERMINAL, *command],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    text = b""
+    while b"curl" not in text:
+        text += os.read(ours, 4_096)
+
+    os.close(ours)
+
+    assert process.wait(30) == 0
