@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import structlog
 from structlog.testing import capture_logs
 
 from dsched.config import AdminConfig, FrontDoorConfig
@@ -91,6 +92,7 @@ def test_header_that_cannot_be_sent_is_a_config_error(control: FakeControlPlane)
 async def test_each_request_is_logged_once_without_its_text(
     control: FakeControlPlane, served: ServedModel
 ) -> None:
+    structlog.reset_defaults()  # an earlier test may have raised the level
     with capture_logs() as logs:
         door = FrontDoor(control=control, models={"tiny": served}, settings=FrontDoorConfig(port=0))
         await door.start()
