@@ -120,6 +120,27 @@ def test_short_flags_are_the_same_keys(run: Runner) -> None:
     assert (config["launch"]["model"], config["launch"]["replicas"]) == ("x", 3)
 
 
+def test_a_vllm_group_is_asked_for_by_vllms_own_flags(run: Runner) -> None:
+    """As a person knows them; booleans take a value too."""
+    args = ("check", "--json", "--engine", "vllm", "--model", "x", "--data-parallel-size", "2")
+
+    _, out, _ = run(*args, "--enable-expert-parallel")
+    _, without, _ = run(*args, "--enable-expert-parallel=false")
+
+    assert config_of(out)["launch"]["data_parallel_size"] == 2
+    assert config_of(out)["launch"]["expert_parallel"] is True
+    assert config_of(without)["launch"]["expert_parallel"] is False
+
+
+def test_simulated_engines_take_their_ranks_elsewhere(run: Runner) -> None:
+    """The message names the key that does it."""
+    status, _, err = run("check", "--data-parallel-size", "2")
+
+    assert status == 2
+    assert "$.launch.data_parallel_size: 2 is for real engines" in err
+    assert "$.sim.num_dp_ranks" in err
+
+
 def test_variables_are_read(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the real environment; a misspelt one warns on stderr and leaves stdout clean."""
     monkeypatch.setenv("DSCHED_ROUTING_MAX_QUEUED_REQUESTS", "0")
@@ -139,7 +160,10 @@ def test_variables_are_read(run: Runner, monkeypatch: pytest.MonkeyPatch) -> Non
         ("- not\n- a mapping", "dsched: $: expected a mapping of keys, got a list"),
         ("a: [", "not YAML"),
         ("pools: {d: {model: {name: m}, engines: []}}", "dsched: $.pools.d.engines: "),
-        ("routing: {policy: 'no.such:X'}", "dsched: $.routing.policy: there is no module 'no' to import"),
+        (
+            "routing: {policy: 'no.such:X'}",
+            "dsched: $.routing.policy: there is no module 'no' to import",
+        ),
     ],
 )
 def test_wrong_file_is_one_line_and_status_2(

@@ -64,7 +64,7 @@ class FakeServer:
         document = {"schema_version": 1, "total_engines": len(self.cores), "engines": self.cores}
         return web.json_response(document)
 
-    async def _note(self, request: web.Request) -> Any:  # noqa: ANN401
+    async def _note(self, request: web.Request) -> Any:
         body = await request.json()
         self.calls.append((request.path, body, request.headers.get("x-request-id")))
         return body
