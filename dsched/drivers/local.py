@@ -158,7 +158,7 @@ async def start_engine(
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=asyncio.subprocess.STDOUT,
-                env=variables,
+                env=numba_variables(python) | dict(variables),
                 start_new_session=True,
             )
     except OSError as error:
@@ -189,6 +189,18 @@ def engine_variables(
     else:
         inherited.pop("DSCHED_ENDPOINT", None)
     return {**defaults, **inherited, **agent}
+
+
+def numba_variables(python: Path) -> dict[str, str]:
+    """Where an engine's Python keeps compiled kernels: in its environment, where that is not ours.
+
+    Beside the modules, as is numba's way, environments with other numba versions throw away each
+    other's, and each start of an engine compiles for half a minute.
+    """
+    folder = python.parent.parent
+    if python == Path(sys.executable) or not os.access(folder, os.W_OK):
+        return {}
+    return {"NUMBA_CACHE_DIR": str(folder / "numba")}
 
 
 def find_engine_python(package: EnginePackage, stated: Path | str | None = None) -> Path:

@@ -9,16 +9,18 @@ launcher ends, and the kernel ends it if Python dies.
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from dsched.config import inherited_environment
 from dsched.drivers.http import HttpPool
 from dsched.drivers.http_driver import JSON_HEADERS
-from dsched.drivers.local import LocalEngine, free_port
+from dsched.drivers.local import LocalEngine, free_port, numba_variables
 from dsched.errors import DriverError
 from dsched.ids import EngineId
 
@@ -32,6 +34,30 @@ Ask = Callable[[HttpPool, Sequence[int], int], Awaitable[list[int]]]
 """(pool, prompt, number of tokens) to the greedy answer of a server, without dsched."""
 Launch = Callable[[EngineId, str, Path], Awaitable[LocalEngine]]
 """(engine id, agent endpoint, model folder) to a server that loads."""
+
+
+def run_engine_python(
+    python: Path,
+    *arguments: str,
+    variables: Mapping[str, str] | None = None,
+    timeout_s: float = 600.0,
+) -> str:
+    """Run an engine's Python to its end; return what it printed. Fails with the end of its errors.
+
+    `variables` are put on top of ours.
+    """
+    defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | numba_variables(python)
+    done = subprocess.run(
+        [str(python), *arguments],
+        env=inherited_environment() | defaults | dict(variables or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+    if done.returncode != 0:
+        raise AssertionError(f"{arguments} ended with {done.returncode}: {done.stderr[-3_000:]}")
+    return done.stdout
 
 
 class TinyEngines:

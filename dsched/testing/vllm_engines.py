@@ -16,6 +16,7 @@ from dsched.testing.engines import (
     MODEL_NAME,
     TinyEngines,
     post_json,
+    run_engine_python,
     running_together,
 )
 
@@ -41,6 +42,11 @@ def is_vllm_there() -> bool:
     except ConfigError:
         return False
     return True
+
+
+def run_vllm_python(*arguments: str, variables: Mapping[str, str] | None = None) -> str:
+    """Run vLLM's Python to its end; return what it printed. Fails with the end of its errors."""
+    return run_engine_python(find_vllm_python(), *arguments, variables=variables)
 
 
 def running_engines(

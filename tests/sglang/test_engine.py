@@ -7,8 +7,6 @@ can be looked at; the second asks a server of two DP ranks.
 import asyncio
 import itertools
 import json
-import os
-import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -21,7 +19,7 @@ from dsched.drivers.local import make_tiny_model
 from dsched.drivers.reports import ReportReader
 from dsched.drivers.sglang.launcher import find_sglang_python
 from dsched.drivers.wire import AgentGoodbye, AgentHello, RankReport
-from dsched.testing.engines import TinyEngines
+from dsched.testing.engines import TinyEngines, run_engine_python
 from dsched.testing.hostile import hostile_dsched, receive
 from dsched.testing.sglang_engines import NO_SGLANG, generate, is_sglang_there
 
@@ -42,23 +40,18 @@ def run_scheduler(*arguments: str) -> dict[str, Any]:
         pytest.skip(NO_SGLANG)
     python = find_sglang_python()
     model = asyncio.run(make_tiny_model(STATE_DIR / "models" / "tiny-moe", python=python))
-    variables = {
-        "DSCHED_ENDPOINT": "tcp://127.0.0.1:9",
-        "DSCHED_STEP_BUDGET_MS": "1000",
-        "DSCHED_CHUNK_ALIGNMENT": str(ALIGNMENT),
-        # With numba's own place, another environment's numba would throw the kernels away.
-        "NUMBA_CACHE_DIR": str(STATE_DIR / "numba-sglang"),
-    }
-    done = subprocess.run(
-        [str(python), str(SCRIPT), str(model), *arguments],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    output = run_engine_python(
+        python,
+        str(SCRIPT),
+        str(model),
+        *arguments,
+        variables={
+            "DSCHED_ENDPOINT": "tcp://127.0.0.1:9",
+            "DSCHED_STEP_BUDGET_MS": "1000",
+            "DSCHED_CHUNK_ALIGNMENT": str(ALIGNMENT),
+        },
     )
-    assert done.returncode == 0, done.stderr[-3_000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    (line,) = [line for line in output.splitlines() if line.startswith("RESULT ")]
     result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return result
 

@@ -42,9 +42,6 @@ VARIABLES = {
     "SGLANG_EXPERT_LOCATION_UPDATER_CANARY": "1",
     "SGLANG_LOG_EXPERT_LOCATION_METADATA": "1",
     "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
-    # The planner compiles once for this environment: with numba's own place, another environment's
-    # numba would throw it away.
-    "NUMBA_CACHE_DIR": str(STATE_DIR / "numba-sglang"),
 }
 
 

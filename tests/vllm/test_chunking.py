@@ -1,15 +1,12 @@
 """Chunk sizes by time inside a real vLLM engine: planned, obeyed, and invisible in the answers."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsched.drivers.vllm.launcher import find_vllm_python
-from dsched.testing.vllm_engines import is_vllm_there
+from dsched.testing.vllm_engines import is_vllm_there, run_vllm_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -20,33 +17,18 @@ NUM_REPEATS = 7
 SHORT, LONG = 120, 900
 
 
-def run_engine_python(*arguments: str) -> str:
-    """Run vLLM's Python; return what it printed. Fails with the end of its errors."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [str(find_vllm_python()), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3_000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def model() -> Path:
     """The tiny model with random weights."""
     if not is_vllm_there():
         pytest.skip("no vLLM environment; run `make .venv-vllm/.ready`")
     folder = STATE_DIR / "models" / "tiny-moe"
-    run_engine_python("-m", "dsched.drivers.vllm.tiny_model", str(folder))
+    run_vllm_python("-m", "dsched.drivers.vllm.tiny_model", str(folder))
     return folder
 
 
 def run_engine(model: Path, mode: str, repeats: int) -> dict[str, Any]:
-    output = run_engine_python(str(SCRIPT), str(model), mode, str(repeats))
+    output = run_vllm_python(str(SCRIPT), str(model), mode, str(repeats))
     (line,) = [line for line in output.splitlines() if line.startswith("RESULT ")]
     result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return result
@@ -138,7 +120,7 @@ def test_real_schedulers_serve_everything_under_planned_chunks(
 ) -> None:
     """Without a model, so that the asynchronous class runs too: with preemption, prefix hits and
     aborts every request ends with its tokens, and no chunk is larger than planned."""
-    answer = json.loads(run_engine_python(str(TWIN), str(model), mode, "7").splitlines()[-1])
+    answer = json.loads(run_vllm_python(str(TWIN), str(model), mode, "7").splitlines()[-1])
 
     assert answer["class"] == name
     assert answer["num_requests"] > 40

@@ -1,8 +1,6 @@
 """vLLM loads dsched's placement policy as a plug-in, and its own code asks it for plans."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,8 @@ import pytest
 import zmq
 
 from dsched.drivers.expert_report import decode_expert_load
-from dsched.drivers.vllm.launcher import find_vllm_python
 from dsched.drivers.wire import ExpertLoadReport
-from dsched.testing.vllm_engines import is_vllm_there
+from dsched.testing.vllm_engines import is_vllm_there, run_vllm_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -28,18 +25,15 @@ def answer() -> dict[str, Any]:
     socket = context.socket(zmq.ROUTER)
     socket.rcvtimeo = 10_000
     port = socket.bind_to_random_port("tcp://127.0.0.1")
-    env = os.environ | {
-        "DSCHED_EPLB": "1",
-        "OMP_NUM_THREADS": "1",
-        "DSCHED_ENDPOINT": f"tcp://127.0.0.1:{port}",
-        "DSCHED_ENGINE_ID": "wide-0",
-    }
-    command = [str(find_vllm_python()), str(SCRIPT)]
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=500, check=False
+    output = run_vllm_python(
+        str(SCRIPT),
+        variables={
+            "DSCHED_EPLB": "1",
+            "DSCHED_ENDPOINT": f"tcp://127.0.0.1:{port}",
+            "DSCHED_ENGINE_ID": "wide-0",
+        },
     )
-    assert done.returncode == 0, done.stderr[-3_000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     found["report"] = socket.recv_multipart()[1]
     context.destroy(linger=0)
     return found

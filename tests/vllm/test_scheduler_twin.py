@@ -5,14 +5,11 @@ engine cannot (it forces asynchronous scheduling off).
 """
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from dsched.drivers.vllm.launcher import find_vllm_python
-from dsched.testing.vllm_engines import is_vllm_there
+from dsched.testing.vllm_engines import is_vllm_there, run_vllm_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -28,14 +25,14 @@ def model() -> Path:
     if not is_vllm_there():
         pytest.skip("no vLLM environment; run `make .venv-vllm/.ready`")
     folder = STATE_DIR / "models" / "tiny-moe"
-    run_engine_python("-m", "dsched.drivers.vllm.tiny_model", str(folder))
+    run_vllm_python("-m", "dsched.drivers.vllm.tiny_model", str(folder))
     return folder
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_mixin_changes_no_decision_and_counts_right(model: Path, mode: str) -> None:
     """Over hundreds of steps with chunked prefill, preemption, prefix reuse and aborts."""
-    output = run_engine_python(str(SCRIPT), str(model), mode, "7")
+    output = run_vllm_python(str(SCRIPT), str(model), mode, "7")
     answer = json.loads(output.strip().splitlines()[-1])
 
     assert answer["classes"][0] == CLASSES[mode]
@@ -50,18 +47,3 @@ def test_mixin_changes_no_decision_and_counts_right(model: Path, mode: str) -> N
     assert {"load_reports", "waiting_prefill_tokens"} <= set(answer["features"])
     assert answer["missing"] == []
     assert answer["kv_capacity_tokens"] == 60 * 16
-
-
-def run_engine_python(*arguments: str) -> str:
-    """Run vLLM's Python; return what it printed. Fails with the end of its errors."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [str(find_vllm_python()), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3_000:]
-    return done.stdout

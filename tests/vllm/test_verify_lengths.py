@@ -1,16 +1,13 @@
 """Verify lengths inside the real vLLM: planned is executed, answers stay, less is wasted."""
 
 import json
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dsched.costs import StepCostCurve
-from dsched.drivers.vllm.launcher import find_vllm_python
-from dsched.testing.vllm_engines import is_vllm_there
+from dsched.testing.vllm_engines import is_vllm_there, run_vllm_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -28,14 +25,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answer]:
     tokens = range(1, 257)
     curve = StepCostCurve.from_samples(tokens, [(4.0 + 0.4 * b) / 1e3 for b in tokens])
     (folder / "curve.json").write_text(curve.to_json())
-    run_engine_python("-m", "dsched.drivers.vllm.tiny_model", str(MODEL))
+    run_vllm_python("-m", "dsched.drivers.vllm.tiny_model", str(MODEL))
     answers: dict[str, Answer] = {}
 
     def run_once(kind: str) -> Answer:
         if kind not in answers:
-            output = run_engine_python(
-                str(HERE / "verify_engine.py"), str(MODEL), str(folder), kind
-            )
+            output = run_vllm_python(str(HERE / "verify_engine.py"), str(MODEL), str(folder), kind)
             answers[kind] = json.loads(output.strip().splitlines()[-1])
         return answers[kind]
 
@@ -96,7 +91,7 @@ def test_adaptive_verification_gets_our_budget() -> None:
     """vLLM's own budget where both know the same; less for requests that nothing is known of."""
     if not is_vllm_there():
         pytest.skip("no vLLM environment; run `make .venv-vllm/.ready`")
-    output = run_engine_python(str(HERE / "verify_adaptive.py"))
+    output = run_vllm_python(str(HERE / "verify_adaptive.py"))
     answer = json.loads(output.strip().splitlines()[-1])
 
     assert answer["num_equal"] == answer["num_cases"] == 30
@@ -108,18 +103,3 @@ def test_adaptive_verification_gets_our_budget() -> None:
 
 def wasted(answer: Answer) -> int:
     return int(answer["num_verified"]) - int(answer["num_accepted"])  # type: ignore[call-overload]
-
-
-def run_engine_python(*arguments: str) -> str:
-    """Run vLLM's Python; return what it printed. Fails with the end of its errors."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [str(find_vllm_python()), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3_000:]
-    return done.stdout
