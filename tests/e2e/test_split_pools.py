@@ -100,6 +100,7 @@ async def journaled_ids(path: Path) -> list[RequestId]:
 async def test_a_prefill_engine_that_dies_costs_no_answer(cluster: Cluster) -> None:
     """In the middle of a burst: the other one, or the decode engines, compute its prompts."""
     await start(cluster)
+    cluster.doubles[0].step_s = 1.0  # it is in the middle of a prompt for as long as the test needs
     burst = asyncio.create_task(ask_all(cluster))
     await cluster.wait_until(lambda: cluster.doubles[0].ranks[0].running)
 
@@ -112,6 +113,7 @@ async def test_a_prefill_engine_that_dies_costs_no_answer(cluster: Cluster) -> N
 
 async def test_a_decode_engine_that_dies_hands_its_answers_over(cluster: Cluster) -> None:
     await start(cluster)
+    cluster.doubles[2].step_s = 0.02
     burst = asyncio.create_task(ask_all(cluster, 200))
     await cluster.wait_until(
         lambda: any(run.num_output > 3 for run in cluster.doubles[2].ranks[0].running)
