@@ -1,4 +1,9 @@
-"""Fixtures that several folders share: the real engines and the real etcd of the session."""
+"""Fixtures that several folders share: the real engines and the real etcd of the session.
+
+Tests of real engines come last, by engine: an idle server still takes processor time (SGLang's
+controller of several DP ranks a whole core), which tests with deadlines must not pay for. SGLang's
+servers end with the last test that is marked for them.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,34 +50,51 @@ def vllm_group() -> Iterator[TinyEngines]:
         yield engines
 
 
-@pytest.fixture(scope="session")
-def shared_sglang() -> Iterator[dict[str, SharedEngines]]:
-    """SGLang servers with one and with two DP ranks, by kind; started when somebody needs one."""
-    shared = {
-        "sglang": SharedEngines(lambda: running_sglang(state_dir=STATE_DIR)),
-        "sglang-dp2": SharedEngines(
-            lambda: running_sglang(state_dir=STATE_DIR, name="sglang-dp2", num_dp_ranks=2)
-        ),
-    }
-    yield shared
-    for each in shared.values():
-        each.close()
+SHARED_SGLANG = {
+    "sglang": SharedEngines(lambda: running_sglang(state_dir=STATE_DIR)),
+    "sglang-dp2": SharedEngines(
+        lambda: running_sglang(state_dir=STATE_DIR, name="sglang-dp2", num_dp_ranks=2)
+    ),
+}
+"""SGLang servers with one and with two DP ranks, by kind; started when somebody needs one."""
+
+
+def order_of_engines(item: pytest.Item) -> int:
+    """No engine, SGLang, SGLang and vLLM, vLLM."""
+    is_vllm, is_sglang = (item.get_closest_marker(name) for name in ("vllm", "sglang"))
+    if is_sglang:
+        return 2 if is_vllm else 1
+    return 3 if is_vllm else 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=order_of_engines)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End SGLang's servers after their last test."""
+    is_next = nextitem is not None and nextitem.get_closest_marker("sglang")
+    if item.get_closest_marker("sglang") and not is_next:
+        for each in SHARED_SGLANG.values():
+            each.close()
 
 
 @pytest.fixture
-def sglang_engines(shared_sglang: dict[str, SharedEngines]) -> TinyEngines:
+def sglang_engines() -> TinyEngines:
     """One SGLang server; a test may kill it."""
     if not is_sglang_there():
         pytest.skip(NO_SGLANG)
-    return shared_sglang["sglang"].get()
+    return SHARED_SGLANG["sglang"].get()
 
 
 @pytest.fixture
-def sglang_dp2(shared_sglang: dict[str, SharedEngines]) -> TinyEngines:
+def sglang_dp2() -> TinyEngines:
     """One SGLang server with two DP ranks; a test may kill it."""
     if not is_sglang_there():
         pytest.skip(NO_SGLANG)
-    return shared_sglang["sglang-dp2"].get()
+    return SHARED_SGLANG["sglang-dp2"].get()
 
 
 @pytest.fixture(scope="session")

@@ -84,6 +84,9 @@ log = structlog.get_logger(__name__)
 S = 1_000_000_000
 FLEET_LIMIT_S = STOP_GRACE_S + PART_LIMIT_S
 """For local engines: their own time to end, then that of the kernel to end them."""
+REGISTRATION_WAIT_S = 3.0
+"""For the first entries in the registry, before the URL is printed. Lower: a busy machine prints it
+before `dsched workers` finds us. Higher: a registry that is away delays the start."""
 
 
 class Service:
@@ -184,6 +187,8 @@ class Service:
         self._stops.add("placement", self.rebalancing.stop)
         self.member.start(instance=self._instance_row(), engines=self._registered_rows)
         self._stops.add("registry member", self.member.stop)
+        # Whoever reads that we started should find us. A registry that is away changes nothing.
+        await self.member.registration.wait(REGISTRATION_WAIT_S)
         log.info(
             "service.started",
             version=__version__,

@@ -62,6 +62,7 @@ class Registration:
         self._clock = clock
         self._ttl_s = ttl_s
         self._news = asyncio.Event()
+        self._is_complete = asyncio.Event()
         self._sleep = sleep or self._sleep_until_news
         self._wanted: dict[str, bytes] = {}
         self._written: dict[str, bytes] = {}
@@ -94,6 +95,14 @@ class Registration:
             renewed_ns=self._renewed_ns,
         )
 
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait until everything was written for the first time; `False` if that took longer."""
+        try:
+            await asyncio.wait_for(self._is_complete.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
     async def run(self) -> None:
         """Register and renew until cancelled; then leave, which deletes the entries."""
         try:
@@ -121,6 +130,7 @@ class Registration:
             self._failed_reason = None
             if self._written != self._wanted:
                 return self._clock.now_ns()
+            self._is_complete.set()
         return next_renewal_ns(self._clock.now_ns(), expires_ns=self._expires_ns)
 
     async def _renew(self, started_ns: int) -> None:

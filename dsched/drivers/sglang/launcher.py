@@ -31,8 +31,10 @@ CPU_VARIABLES: Final = {"OMP_NUM_THREADS": "1"}
 CPU_ARGS: Final = (
     *("--device", "cpu", "--attention-backend", "torch_native"),
     *("--mem-fraction-static", "0.3", "--max-total-tokens", "65536"),
+    "--sleep-on-idle",
 )
-"""Without a limit SGLang sizes the KV cache as if the machine's memory were its own."""
+"""Without a limit SGLang sizes the KV cache as if the machine's memory were its own; and without
+the last, each idle rank keeps a core busy."""
 CPU_ENGINE_SWITCH: Final = "SGLANG_USE_CPU_ENGINE"
 """Chooses SGLang's own CPU engine, whose kernels are on no package index."""
 

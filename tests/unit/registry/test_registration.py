@@ -281,3 +281,25 @@ def test_many_entries_over_a_slow_registry_do_not_cost_the_lease() -> None:
     assert len(registry.keys()) == 100
     assert world.registration.status().num_leases_lost == 0
     assert clock.now_ns() <= 60 * NS_PER_S
+
+
+def test_the_first_entries_can_be_waited_for() -> None:
+    """Until they are all written; a registry that is away is not waited for longer than told."""
+
+    async def scenario(*, is_reachable: bool) -> tuple[bool, list[str]]:
+        clock = ManualClock()
+        registry = FlakyRegistry(clock)
+        registry.is_reachable = is_reachable
+        registration = Registration(registry, clock=clock, ttl_s=TTL_S)
+        registration.set("a", b"v")
+        registration.set("b", b"v")
+        task = asyncio.create_task(registration.run())
+        is_there = await registration.wait(5.0 if is_reachable else 0.05)
+        keys = registry.keys()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return is_there, keys
+
+    assert asyncio.run(scenario(is_reachable=True)) == (True, ["a", "b"])
+    assert asyncio.run(scenario(is_reachable=False)) == (False, [])
