@@ -10,6 +10,7 @@ launcher ends, and the kernel ends it if Python dies.
 import asyncio
 import os
 import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -114,16 +115,29 @@ def running_together(
     launch: Launch,
     ask: Ask,
 ) -> Iterator[TinyEngines]:
-    """Start servers, wait until each has answered a request, and stop them at the end."""
+    """Start servers, wait until each has answered a request, and stop them at the end.
+
+    If one does not come up, all are started once more.
+    """
     engines: list[LocalEngine] = []
     endpoint = f"tcp://127.0.0.1:{free_port()}"
 
     async def start() -> Path:
         model_path = await make_model()
+        try:
+            await launch_all(model_path)
+        except DriverError as error:
+            # Servers look for further free ports near their own, and others may take them first.
+            sys.stderr.write(f"{error}\nThe servers are started once more.\n")
+            await stop()
+            engines.clear()
+            await launch_all(model_path)
+        return model_path
+
+    async def launch_all(model_path: Path) -> None:
         for engine_id in engine_ids:
             engines.append(await launch(engine_id, endpoint, model_path))  # noqa: PERF401
         await asyncio.gather(*(wait_until_ready(engine, ask) for engine in engines))
-        return model_path
 
     async def stop() -> None:
         await asyncio.gather(*(engine.stop() for engine in engines))
