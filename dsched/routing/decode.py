@@ -455,16 +455,15 @@ class DecodeRouter:
         self._use_learned_prices()
 
     def _use_learned_prices(self) -> None:
-        """Price each rank as its engine was learned, and the others like the learned ones.
+        """Price all ranks alike, by the mean of what was learned from each engine.
 
-        An engine that has not worked yet must not look dear or cheap beside one that has: with
-        prices of its own from the configuration it would get nothing, or everything.
+        Engines of a pool serve one model, mostly on equal machines, and each shows a different mix
+        of steps: one that ran single requests cannot tell its base from what a token costs. Priced
+        by itself it looked dear, and two real engines that are the same got 51 and 13 of 64
+        streams. The same holds for an engine that has not worked yet beside one that has.
         """
         learned = [self._learned[engine_id] for engine_id in sorted(self._learned)]
-        typical = np.mean(learned, axis=0)
-        for rank in range(self.ledger.num_ranks):
-            engine_id = self.ledger.rank_id(rank).engine_id
-            self._prices[:, rank] = self._learned.get(engine_id, typical)
+        self._prices[:, : self.ledger.num_ranks] = np.mean(learned, axis=0)[:, None]
 
     def _pick_held(self, held: HeldRequest, *, ignore_room: bool) -> RoutingDecision:
         return self._pick(
