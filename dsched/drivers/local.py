@@ -140,14 +140,19 @@ async def start_engine(
     engine_id: EngineId,
     port: int,
     python: Path,
-    variables: Mapping[str, str],
+    environment: Mapping[str, str],
+    step_budget_ms: float | None,
+    variables: Mapping[str, str] | None,
     state_dir: Path,
 ) -> LocalEngine:
     """Run `python -m COMMAND` in a process group of its own; return while it loads.
 
+    It gets `environment`, the time budget of its steps if there is one, and `variables` on top.
+
     Raises:
         DriverError: the process cannot be started.
     """
+    budget = {} if step_budget_ms is None else {"DSCHED_STEP_BUDGET_MS": str(step_budget_ms)}
     log_path = state_dir / "engines" / f"{engine_id}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -158,7 +163,7 @@ async def start_engine(
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=asyncio.subprocess.STDOUT,
-                env=numba_variables(python) | dict(variables),
+                env={**numba_variables(python), **environment, **budget, **(variables or {})},
                 start_new_session=True,
             )
     except OSError as error:

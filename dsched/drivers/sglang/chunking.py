@@ -43,6 +43,7 @@ from dsched.config import ChunkSettings
 from dsched.costs import DecodeCostModel, PrefillCostModel
 from dsched.costs.presets import load_cost_models
 from dsched.drivers.chunk_weights import ChunkWeights, load_chunk_weights
+from dsched.drivers.plan_watch import PAUSE_STEPS, PlanWatch
 from dsched.scheduler import ChunkRule, plan_chunks
 
 HOOKS: Final = (
@@ -67,9 +68,6 @@ LEAST_BUDGET_S: Final = 1e-6
 """What is left for prompts where decodes alone take the budget: they get one aligned chunk."""
 SLOW_PLAN_NS: Final = 5_000_000
 """A plan that takes longer counts as late."""
-MAX_LATE_IN_A_ROW: Final = 16
-PAUSE_STEPS: Final = 1_000
-"""Steps with prompts that are SGLang's after late plans."""
 
 log = logging.getLogger("sglang.dsched")
 
@@ -107,8 +105,6 @@ class ChunkControl:
         """Cleared by a command that returns chunks to the engine."""
         self.num_plans = 0
         """Steps planned."""
-        self.num_late = 0
-        """Plans that took longer than SLOW_PLAN_NS."""
         self.num_fallbacks = 0
         """Steps with prompts that were left to SGLang."""
         self.num_differed = 0
@@ -124,8 +120,7 @@ class ChunkControl:
         self._budget_s = budget_seconds
         self._num_decode_steps = 0
         self._flights: deque[Flight] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
-        self._late_in_a_row = 0
-        self._pause_steps = 0
+        self._watch = PlanWatch()
 
     def before_prefill(self, scheduler: Any, running: Sequence[Any]) -> None:
         """Plan the step that SGLang is about to fill with prompts. `running` are those that decode
@@ -134,8 +129,8 @@ class ChunkControl:
         cut, queue = scheduler.chunked_req, scheduler.waiting_queue
         if not self.is_on or (cut is None and not queue):
             return
-        if self._pause_steps:
-            self._pause_steps -= 1
+        if self._watch.pause_steps:
+            self._watch.pause_steps -= 1
             self.num_fallbacks += 1
             return
         start_ns = self._clock.now_ns()
@@ -247,15 +242,13 @@ class ChunkControl:
             num_kv_tokens = sum(int(req.seqlen) for req in batch.reqs)
             self.decode_cost.observe(step_ns / 1e9, len(batch.reqs), num_kv_tokens)
 
+    @property
+    def num_late(self) -> int:
+        """Plans that took longer than SLOW_PLAN_NS."""
+        return self._watch.num_late
+
     def _watch_time(self, plan_ns: int) -> None:
-        if plan_ns <= SLOW_PLAN_NS:
-            self._late_in_a_row = 0
-            return
-        self.num_late += 1
-        self._late_in_a_row += 1
-        if self._late_in_a_row >= MAX_LATE_IN_A_ROW:
-            self._late_in_a_row = 0
-            self._pause_steps = PAUSE_STEPS
+        if self._watch.note(plan_ns, slow_ns=SLOW_PLAN_NS):
             log.warning("chunks.paused reason='late plans' steps=%d", PAUSE_STEPS)
 
     def warm_up(self) -> None:

@@ -32,6 +32,7 @@ from dsched.clock import Clock, SystemClock
 from dsched.config import ChunkSettings, chunk_settings_from_environment
 from dsched.drivers.agent import CHUNK_BUDGET
 from dsched.drivers.chunk_weights import ChunkWeights, load_chunk_weights
+from dsched.drivers.plan_watch import PAUSE_STEPS, PlanWatch
 from dsched.drivers.vllm.mixin import SchedulerMixin, log
 from dsched.drivers.wire import AgentCommand, SetStepBudget
 from dsched.ids import RequestId
@@ -45,10 +46,6 @@ MAX_WAITING: Final = 8_192
 """Waiting requests that are planned for; beyond them vLLM decides."""
 SLOW_PLAN_NS: Final = 2_000_000
 """A plan that takes longer counts as late: a hundred times what it should."""
-MAX_LATE_IN_A_ROW: Final = 16
-"""Late plans before vLLM decides for a while: this machine has no time for us."""
-PAUSE_STEPS: Final = 1_000
-"""Steps for which vLLM decides after late plans."""
 SYNC_STEPS: Final = 64
 """Plans after which vLLM's state is read anew although every step ran as planned. Below: half a
 microsecond a request in more steps. Above: an oversight of ours lives longer."""
@@ -82,8 +79,6 @@ class ChunkControl:
         """Cleared by a command that returns chunks to the engine."""
         self.num_plans = 0
         """Steps planned."""
-        self.num_late = 0
-        """Plans that took longer than SLOW_PLAN_NS."""
         self.num_fallbacks = 0
         """Steps that were left to vLLM."""
         self.num_differed = 0
@@ -99,8 +94,7 @@ class ChunkControl:
         """The planner's predicted state is vLLM's, so it need not be read again."""
         self._flights: deque[_Flight] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
         self._last_end_ns = 0
-        self._late_in_a_row = 0
-        self._pause_steps = 0
+        self._watch = PlanWatch()
 
     @property
     def is_deciding(self) -> bool:
@@ -139,10 +133,10 @@ class ChunkControl:
         """Plan the step that vLLM is about to schedule. O(R)."""
         self._chunk_of.clear()
         self._plan = None
-        self._is_ours = self.is_on and self._pause_steps == 0
+        self._is_ours = self.is_on and self._watch.pause_steps == 0
         if not self._is_ours:
             if self.is_on:
-                self._pause_steps -= 1
+                self._watch.pause_steps -= 1
                 self.num_fallbacks += 1
             return
         self._num_schedules += 1
@@ -214,7 +208,7 @@ class ChunkControl:
             is_exact = not differed and output.total_num_scheduled_tokens == total
             if total and not scheduled:
                 # Nothing ran: let vLLM try before anything is planned again.
-                self._pause_steps = 1
+                self._watch.pause_steps = 1
         # Draft tokens may be accepted or not, so with them the state is read anew.
         self._is_in_step = is_exact and not drafts
         self._flights.append(
@@ -263,15 +257,13 @@ class ChunkControl:
         drafts = [len(request.spec_token_ids) for request in requests]
         self.planner.set_verify_lengths(slots, np.array(drafts, dtype=np.int64))
 
+    @property
+    def num_late(self) -> int:
+        """Plans that took longer than SLOW_PLAN_NS."""
+        return self._watch.num_late
+
     def _watch_time(self, plan_ns: int) -> None:
-        if plan_ns <= SLOW_PLAN_NS:
-            self._late_in_a_row = 0
-            return
-        self.num_late += 1
-        self._late_in_a_row += 1
-        if self._late_in_a_row >= MAX_LATE_IN_A_ROW:
-            self._late_in_a_row = 0
-            self._pause_steps = PAUSE_STEPS
+        if self._watch.note(plan_ns, slow_ns=SLOW_PLAN_NS):
             log.warning("chunks.paused reason='late plans' steps=%d", PAUSE_STEPS)
 
 

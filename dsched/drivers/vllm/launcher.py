@@ -72,15 +72,14 @@ async def launch_vllm_engine(
         *(scheduler_args(device) if agent_endpoint is not None else ()),
         *extra_args,
     ]
-    environment = engine_environment(agent_endpoint, engine_id=engine_id, device=device)
-    if step_budget_ms is not None:
-        environment["DSCHED_STEP_BUDGET_MS"] = str(step_budget_ms)
     return await start_engine(
         command,
         engine_id=engine_id,
         port=port,
         python=interpreter,
-        variables=environment | dict(variables or {}),
+        environment=engine_environment(agent_endpoint, engine_id=engine_id, device=device),
+        step_budget_ms=step_budget_ms,
+        variables=variables,
         state_dir=state_dir,
     )
 

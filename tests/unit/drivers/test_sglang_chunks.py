@@ -9,9 +9,8 @@ import pytest
 from dsched.clock import ManualClock
 from dsched.config import ChunkSettings
 from dsched.costs import DecodeCostModel, PrefillCostModel, StepCostCurve
+from dsched.drivers.plan_watch import MAX_LATE_IN_A_ROW, PAUSE_STEPS
 from dsched.drivers.sglang.chunking import (
-    MAX_LATE_IN_A_ROW,
-    PAUSE_STEPS,
     SLOW_PLAN_NS,
     ChunkControl,
     attach_chunks,

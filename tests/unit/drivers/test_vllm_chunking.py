@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from dsched.config import ChunkSettings
+from dsched.drivers.plan_watch import MAX_LATE_IN_A_ROW
 from dsched.drivers.vllm import chunking
 from dsched.drivers.vllm.chunking import ChunkControl, ChunkingMixin, make_chunk_control
 from dsched.drivers.wire import SayHello, SetStepBudget
@@ -295,12 +296,12 @@ def test_late_plans_pause_the_control(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler()
     scheduler.add_request(FakeRequest("a", 100_000, max_tokens=900))
 
-    steps = [step(scheduler)["a"] for _ in range(chunking.MAX_LATE_IN_A_ROW + 3)]
+    steps = [step(scheduler)["a"] for _ in range(MAX_LATE_IN_A_ROW + 3)]
 
-    assert max(steps[: chunking.MAX_LATE_IN_A_ROW]) <= 960
-    assert steps[chunking.MAX_LATE_IN_A_ROW :] == [2_048] * 3
+    assert max(steps[:MAX_LATE_IN_A_ROW]) <= 960
+    assert steps[MAX_LATE_IN_A_ROW:] == [2_048] * 3
     control = control_of(scheduler)
-    assert control.num_late == chunking.MAX_LATE_IN_A_ROW
+    assert control.num_late == MAX_LATE_IN_A_ROW
     assert control.num_fallbacks == 3
 
 
