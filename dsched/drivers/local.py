@@ -10,6 +10,7 @@ dsched its URL.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -31,6 +32,12 @@ KILL_GRACE_S: Final = 5.0
 """For the kernel to end a server after SIGKILL; one that waits for a device may take for ever."""
 LOG_TAIL_BYTES: Final = 2_000
 """Of an engine's log that an error message quotes."""
+PORTS: Final = range(10_000, 20_000)
+"""For local servers: below what Linux takes for outgoing connections (32768 and up), and below
+where SGLang looks for further ports (22000 to 29999)."""
+PORT_STRIDE: Final = 37
+"""Ports between those of processes with neighbouring ids."""
+_num_ports_given = itertools.count()
 
 log = structlog.get_logger(__name__)
 
@@ -237,11 +244,21 @@ def has_package(python: Path, name: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+    """Return a TCP port of 127.0.0.1 that is free now, another one at each call.
+
+    Of those that the kernel gives to nobody by itself: a server binds its port half a minute after
+    it was told, and until then any outgoing connection might have got one of the kernel's.
+
+    Raises:
+        DriverError: all are taken.
+    """
+    for _ in PORTS:
+        # From where this process begins, so that two at once do not meet.
+        port = PORTS[(os.getpid() * PORT_STRIDE + next(_num_ports_given)) % len(PORTS)]
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise DriverError(f"every port of {PORTS.start}-{PORTS.stop - 1} is taken")
 
 
 async def make_tiny_model(folder: Path, *, python: Path) -> Path:

@@ -6,15 +6,16 @@ Only processes that were started here are ever ended, each by its own handle.
 import json
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+
+from dsched.drivers.local import free_port
 
 START_TIMEOUT_S = 30.0
 POLL_S = 0.05
@@ -162,11 +163,7 @@ def running_etcd(folder: Path, *, num_nodes: int = 1) -> Iterator[EtcdNodes]:
 
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on, all different."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+    return [free_port() for _ in range(count)]
 
 
 def wait_until(is_so: Callable[[], bool], *, what: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -220,6 +221,23 @@ def test_scheduler_class_fits_the_device() -> None:
 
 def test_free_ports_differ() -> None:
     assert 0 < free_port() < 65_536
+
+
+def test_free_ports_are_none_that_an_outgoing_connection_takes() -> None:
+    """The kernel gives those from its own range, while a server that was told its port loads."""
+    low, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [free_port() for _ in range(50)]
+
+    assert len(set(ports)) == 50
+    assert max(ports) < low
+
+
+def test_a_taken_port_is_passed_over() -> None:
+    with socket.socket() as listener:
+        taken = free_port() + 1
+        listener.bind(("127.0.0.1", taken))
+
+        assert free_port() != taken
 
 
 def is_running(pid: int) -> bool:
