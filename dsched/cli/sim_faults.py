@@ -1,6 +1,5 @@
 """`dsched sim faults`: serve while engines crash and freeze and messages get lost."""
 
-import json as json_module
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dsched.cli.output import write_json
 from dsched.errors import ConfigError
 from dsched.sim.faults import FaultPlan, FaultReport, SafetyError, run_faults
 from dsched.sim.recording import recording
@@ -73,7 +73,8 @@ def faults(
             reports.append(report)
             status.update(f"simulating: {len(reports)} of {len(wanted)} seeds")
     if json is not None:
-        _write_json(reports, broken, json)
+        seeds_told = [asdict(report) for report in reports]
+        write_json({"seeds": seeds_told, "broken": broken}, json)
     console.print(_table(reports))
     for line in broken:
         console.print(line, highlight=False, markup=False, soft_wrap=True, style="red")
@@ -132,15 +133,3 @@ def _table(reports: list[FaultReport]) -> Table:
     if len(reports) == 1:
         table.add_row("digest", reports[0].digest[:16])
     return table
-
-
-def _write_json(reports: list[FaultReport], broken: list[str], path: Path) -> None:
-    document = {"seeds": [asdict(report) for report in reports], "broken": broken}
-    text = json_module.dumps(document, indent=1)
-    if str(path) == "-":
-        typer.echo(text)
-        return
-    try:
-        path.write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -251,33 +251,9 @@ class _SpanRecorder:
             request_id, "handoff", now_ns, lost_engine=engine_id, layer=layer, reason=reason
         )
 
-    def on_handoff(
-        self,
-        request_id: RequestId,
-        *,
-        method: str,
-        detect_ns: int,
-        dispatch_ns: int,
-        prefill_ns: int,
-        now_ns: int,
-    ) -> None:
-        self._recorder.on_handoff(
-            request_id,
-            method=method,
-            detect_ns=detect_ns,
-            dispatch_ns=dispatch_ns,
-            prefill_ns=prefill_ns,
-            now_ns=now_ns,
-        )
-        self._spans.end_child(
-            request_id,
-            "handoff",
-            now_ns,
-            method=method,
-            detect_ns=detect_ns,
-            dispatch_ns=dispatch_ns,
-            prefill_ns=prefill_ns,
-        )
+    def on_handoff(self, request_id: RequestId, *, now_ns: int, **facts: Any) -> None:  # noqa: ANN401
+        self._recorder.on_handoff(request_id, now_ns=now_ns, **facts)
+        self._spans.end_child(request_id, "handoff", now_ns, **facts)
         self._spans.start_child(request_id, "decode", now_ns)
 
     def on_end(self, request_id: RequestId, *, now_ns: int, **facts: Any) -> None:  # noqa: ANN401

@@ -241,6 +241,26 @@ async def ask_engine(
         return choice
 
 
+async def ask_chat(*urls: str) -> list[dict[str, Any]]:
+    """Each server's whole answer to one conversation, greedy."""
+    body = {
+        "model": MODEL_NAME,
+        "messages": [
+            {"role": "system", "content": "Be brief, Größe ist relativ."},
+            {"role": "user", "content": "Why does every step wait? 🚀"},
+        ],
+        "max_tokens": 24,
+        "temperature": 0,
+    }
+    answers = []
+    async with aiohttp.ClientSession(connector=fresh_connections()) as session:
+        for url in urls:
+            async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                answers.append(await answer.json())
+    return answers
+
+
 def smallest_lead(choice: Mapping[str, Any]) -> float:
     """By how much the best token leads, where it leads least."""
     leads: list[float] = []

@@ -1,7 +1,6 @@
 """`dsched run` ends when it is told to, whatever its engines do."""
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -11,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from dsched.testing.engines import is_running
 
 pytestmark = pytest.mark.slow
 
@@ -68,14 +69,6 @@ def silent_server() -> Iterator[str]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_engines_that_ignore_sigterm_are_ended_together(tmp_path: Path, model: Path) -> None:

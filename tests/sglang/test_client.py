@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 import structlog
 
@@ -24,9 +23,9 @@ from dsched.testing.engines import TinyEngines
 from dsched.testing.live_run import (
     LiveRun,
     ask_all,
+    ask_chat,
     cluster_file,
     dispatched,
-    fresh_connections,
     make_prompts,
     running_dsched,
     sure_answers,
@@ -140,23 +139,8 @@ async def test_chat_is_rendered_as_the_server_renders_it(
     sglang_dp2: TinyEngines, sglang_run: LiveRun
 ) -> None:
     """Template and tokenizer in dsched give the tokens that the server itself would compute on."""
-    body = {
-        "model": "tiny",
-        "messages": [
-            {"role": "system", "content": "Be brief, Größe ist relativ."},
-            {"role": "user", "content": "Why does every step wait? 🚀"},
-        ],
-        "max_tokens": 24,
-        "temperature": 0,
-    }
-    answers = []
-    async with aiohttp.ClientSession(connector=fresh_connections()) as session:
-        for base in (sglang_dp2.engines[0].url, sglang_run.url):
-            async with session.post(f"{base}/v1/chat/completions", json=body) as answer:
-                assert answer.status == 200, await answer.text()
-                answers.append(await answer.json())
+    direct, ours = await ask_chat(sglang_dp2.engines[0].url, sglang_run.url)
 
-    direct, ours = answers
     assert ours["usage"]["prompt_tokens"] == direct["usage"]["prompt_tokens"]
     assert ours["choices"][0]["message"]["content"] == direct["choices"][0]["message"]["content"]
 

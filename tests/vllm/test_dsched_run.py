@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from dsched.testing.live_run import (
     LiveRun,
+    ask_chat,
     ask_engine,
     fresh_connections,
     running_dsched,
@@ -94,23 +95,8 @@ async def test_64_streams_are_the_engines_own_and_both_engines_serve(dsched_run:
 async def test_chat_is_rendered_as_the_engine_renders_it(dsched_run: LiveRun) -> None:
     """Template and tokenizer in dsched give the tokens that the engine itself would compute on."""
     url = next(iter(dsched_run.engines.values())).url
-    body = {
-        "model": "tiny",
-        "messages": [
-            {"role": "system", "content": "Be brief, Größe ist relativ."},
-            {"role": "user", "content": "Why does every step wait? 🚀"},
-        ],
-        "max_tokens": 24,
-        "temperature": 0,
-    }
-    async with aiohttp.ClientSession(connector=fresh_connections()) as session:
-        answers = []
-        for base in (url, dsched_run.url):
-            async with session.post(f"{base}/v1/chat/completions", json=body) as answer:
-                assert answer.status == 200, await answer.text()
-                answers.append(await answer.json())
+    direct, ours = await ask_chat(url, dsched_run.url)
 
-    direct, ours = answers
     assert ours["usage"]["prompt_tokens"] == direct["usage"]["prompt_tokens"]
     assert ours["choices"][0]["message"]["content"] == direct["choices"][0]["message"]["content"]
 

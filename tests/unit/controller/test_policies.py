@@ -20,6 +20,7 @@ from dsched.plugins import (
 )
 from dsched.sim import SimCluster
 from dsched.sim.engine import SimEngineConfig
+from dsched.testing.runaway import hoard_forever, loop_forever
 
 KINDS = ("pick", "keep", "score", "admit", "priority", "pick_handoff")
 SAMPLING = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -141,22 +142,11 @@ def raise_it() -> None:
     raise RuntimeError("broken")
 
 
-def endless() -> None:
-    while True:
-        pass
-
-
-def hoard() -> None:
-    kept = []
-    while True:
-        kept.append(bytearray(4096))
-
-
 BAD: dict[str, tuple[object, FailureReason]] = {
     "raises": (raise_it, FailureReason.RAISED),
     "sleeps": (lambda: time.sleep(0.1), FailureReason.TIMEOUT),
-    "loops": (endless, FailureReason.TIMEOUT),
-    "hoards": (hoard, FailureReason.TIMEOUT),
+    "loops": (loop_forever, FailureReason.TIMEOUT),
+    "hoards": (hoard_forever, FailureReason.TIMEOUT),
     "nan": (float("nan"), FailureReason.WRONG_ANSWER),
     "nans": ([float("nan")] * 4, FailureReason.WRONG_ANSWER),
     "beyond": (10**9, FailureReason.WRONG_ANSWER),

@@ -36,6 +36,7 @@ from dsched.plugins import (
     load_policy,
 )
 from dsched.plugins.guard import MAX_LEFT_BEHIND
+from dsched.testing.runaway import hoard_forever, loop_forever
 
 REQUEST = RequestView(model="m", num_prompt_tokens=10, max_output_tokens=5)
 ROUTING = (RoutingPolicy, RoutingFilter, RoutingScorer)
@@ -105,17 +106,6 @@ class TextlessError(Exception):
         raise RuntimeError("no text")
 
 
-def endless() -> None:
-    while True:
-        pass
-
-
-def hoard() -> None:
-    kept = []
-    while True:
-        kept.append(bytearray(4096))
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -130,8 +120,8 @@ def hoard() -> None:
         (np.array([1, 2]), FailureReason.WRONG_ANSWER),
         (ReprRaises(), FailureReason.WRONG_ANSWER),
         (lambda: time.sleep(0.2), FailureReason.TIMEOUT),
-        (endless, FailureReason.TIMEOUT),
-        (hoard, FailureReason.TIMEOUT),
+        (loop_forever, FailureReason.TIMEOUT),
+        (hoard_forever, FailureReason.TIMEOUT),
         (lambda: sum(range(30_000_000)) and 1, FailureReason.TIMEOUT),
     ],
     ids=[
@@ -177,7 +167,7 @@ def wait_for_policy_threads() -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("runaway", [endless, hoard])
+@pytest.mark.parametrize("runaway", [loop_forever, hoard_forever])
 def test_a_policy_that_never_ends_is_interrupted(runaway: Any) -> None:  # noqa: ANN401
     """Its thread ends, and what it hoarded is free again."""
     ask(Picker(runaway), budget_ns=20_000_000)
@@ -216,7 +206,7 @@ def test_threads_that_do_not_end_are_few() -> None:
 
 def test_the_guard_works_after_a_timeout() -> None:
     """The next call has a fresh thread."""
-    answers = iter([endless, 1])
+    answers = iter([loop_forever, 1])
     policy = Picker()
     policy.answer = lambda: (lambda a: a() if callable(a) else a)(next(answers))
     guard: PolicyGuard[Any] = PolicyGuard(policy, budget_ns=500_000_000)
