@@ -209,7 +209,7 @@ class SqliteJournal(MemoryJournal):
         done = threading.Event()
         with self._lock:
             self._waiters.append(done)
-        self._has_work.set()
+            self._has_work.set()
         return done.wait(timeout_s) and self._degraded_reason is None
 
     def close(self) -> None:
@@ -255,7 +255,6 @@ class SqliteJournal(MemoryJournal):
             self._has_work.wait()
             if not self._waiters:
                 self._stop.wait(self._flush_interval_s)
-            self._has_work.clear()
             if not self._write_all():
                 self._stop.wait(RETRY_INTERVAL_S)
                 self._has_work.set()
@@ -265,6 +264,8 @@ class SqliteJournal(MemoryJournal):
     def _write_all(self) -> bool:
         """Write until nothing is left; `False` after an error. Wakes everyone in `flush`."""
         with self._lock:
+            # Together: a `flush` that is served here must not wake the writer for nothing.
+            self._has_work.clear()
             waiters, self._waiters = self._waiters, []
         is_written = self._open_file()
         while is_written and (batch := self._take_batch()):

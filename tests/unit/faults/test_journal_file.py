@@ -5,7 +5,7 @@ Tests wait for the writer thread with `flush`, never for time to pass.
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -489,3 +489,43 @@ def open_and_emit(journal: SqliteJournal, name: str) -> None:
     target = RankId(EngineId("e"), DpRank(0))
     journal.begin_attempt(request_id, attempt_id=AttemptId(name), epoch=1, target=target)
     journal.record(request_id, epoch=1, first_index=0, token_ids=(4, 5))
+
+
+class _Interrupted(threading.Event):
+    """Work for a writer; `at_clear` runs once, at the moment when the writer takes it on."""
+
+    at_clear: Callable[[], None] | None = None
+
+    def clear(self) -> None:
+        super().clear()
+        at_clear, self.at_clear = self.at_clear, None
+        if at_clear is not None:
+            at_clear()
+
+
+def test_after_a_flush_the_writer_is_idle(path: Path) -> None:
+    """Also when the flush comes as the writer takes its work on: it must not wake for nothing. An
+    extra pass, amid the deletion of the file's parts, made a file whose parts then went, too."""
+    journal = SqliteJournal(path, flush_interval_s=0.05)
+    is_left: list[bool] = []
+
+    def flush() -> None:
+        assert journal.flush()
+        is_left.append(journal._has_work.is_set())
+
+    second = threading.Thread(target=flush)
+
+    def come_between() -> None:
+        second.start()
+        second.join(0.1)
+
+    work = _Interrupted()
+    work.at_clear = come_between
+    old, journal._has_work = journal._has_work, work
+    old.set()  # the writer waits for this one; from here on it has ours
+    serve(journal, "open", [1], end=None)
+    assert journal.flush()
+    second.join()
+    journal.close()
+
+    assert is_left == [False]
