@@ -74,7 +74,11 @@ def test_table_names_every_file() -> None:
         assert (ROOT / test).is_file(), test
 
 
-@pytest.mark.parametrize("marker", SOURCES)
+@pytest.mark.parametrize(
+    "marker",
+    # Marked: they run once the environments are made, with the tests of the engines.
+    [pytest.param(each, marks=getattr(pytest.mark, SOURCES[each][0])) for each in SOURCES],
+)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_engine_knows_the_flags(path: Path, marker: str) -> None:
     """Every flag of a start line is one of the engine that the tests run."""
