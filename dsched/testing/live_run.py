@@ -246,7 +246,7 @@ async def ask_chat(*urls: str) -> list[dict[str, Any]]:
     body = {
         "model": MODEL_NAME,
         "messages": [
-            {"role": "system", "content": "Be brief, Größe ist relativ."},
+            {"role": "system", "content": "Be brief, Größe ist relativ."},  # codespell:ignore ist,relativ
             {"role": "user", "content": "Why does every step wait? 🚀"},
         ],
         "max_tokens": 24,
