@@ -37,6 +37,8 @@ STOP_TIMEOUT_S: Final = 60.0
 MIN_LEAD: Final = 1e-3
 """Of the best token's logprob over the second: about 100 times the rounding of float32 here."""
 LOG_CHARS: Final = 3_000
+ORDER: Final = "Be brief, Größe ist relativ."  # codespell:ignore ist,relativ
+"""Of a conversation, in two languages: its tokens are more than its letters."""
 BATCH: Final = 8
 SUBJECTS: Final = (
     "the router",
@@ -246,7 +248,7 @@ async def ask_chat(*urls: str) -> list[dict[str, Any]]:
     body = {
         "model": MODEL_NAME,
         "messages": [
-            {"role": "system", "content": "Be brief, Größe ist relativ."},  # codespell:ignore ist,relativ
+            {"role": "system", "content": ORDER},
             {"role": "user", "content": "Why does every step wait? 🚀"},
         ],
         "max_tokens": 24,
