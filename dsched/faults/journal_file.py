@@ -42,6 +42,7 @@ from dsched.faults.journal import (
     RequestRecord,
 )
 from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
+from dsched.sqlite_wal import use_write_ahead_log
 
 SCHEMA_VERSION = 5
 RETRY_INTERVAL_S = 1.0
@@ -396,7 +397,7 @@ class JournalFile:
 
     def _prepare(self, connection: sqlite3.Connection) -> bool:
         """Make the tables where they are missing; return whether they were."""
-        connection.execute("PRAGMA journal_mode = WAL")
+        use_write_ahead_log(connection, timeout_s=BUSY_TIMEOUT_MS / 1e3)
         connection.execute(f"PRAGMA synchronous = {'FULL' if self._sync_full else 'NORMAL'}")
         connection.execute("PRAGMA foreign_keys = ON")
         (version,) = connection.execute("PRAGMA user_version").fetchone()

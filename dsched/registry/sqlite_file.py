@@ -27,6 +27,7 @@ from dsched.registry.base import (
     RegistryEntry,
     WatchLostError,
 )
+from dsched.sqlite_wal import use_write_ahead_log
 
 SCHEMA_VERSION = 1
 MAX_HISTORY = 10_000
@@ -268,7 +269,7 @@ class RegistryFile:
         return connection
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        db.execute("PRAGMA journal_mode = WAL")
+        use_write_ahead_log(db, timeout_s=BUSY_TIMEOUT_MS / 1e3)
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("BEGIN IMMEDIATE")
         try:

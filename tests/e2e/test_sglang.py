@@ -83,7 +83,7 @@ async def test_server_of_another_model_gets_nothing_and_is_named(cluster: Cluste
     wrong = await cluster.add(SglangDouble, served_model_name="other")
     await cluster.start_service(faults={"spare": "none"})
     await cluster.wait_until_up(1)
-    await cluster.wait_until(lambda: statuses(cluster)[1].reason)
+    await cluster.wait_until(lambda: "serves model" in statuses(cluster)[1].reason)
 
     tasks, expected = streams(cluster, max_tokens=20)
 

@@ -1,8 +1,10 @@
 """RegistryFile: leases, revisions and history, on a clock that the test moves."""
 
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -238,6 +240,25 @@ def test_locked_file_is_an_error_that_passes(
         holder.execute("ROLLBACK")
 
     assert keys(file) == ["k"]
+
+
+def test_processes_that_make_the_file_together_all_get_it(tmp_path: Path) -> None:
+    """Leaving a new file's mode is refused at once, without SQLite's own wait, to all but one."""
+    num_openers = 4
+    with ThreadPoolExecutor(num_openers) as threads:
+        for index in range(50):
+            start = Barrier(num_openers)
+
+            def join(number: int, path: Path, start: Barrier) -> int:
+                file = open_file(path, ManualClock(NS_PER_S))
+                start.wait()
+                revision = file.put(str(number), b"v")
+                file.close()
+                return revision
+
+            path = tmp_path / f"{index}.sqlite3"
+            joins = [threads.submit(join, n, path, start) for n in range(num_openers)]
+            assert len({one.result() for one in joins}) == num_openers
 
 
 def test_damaged_file_is_set_aside(path: Path, file: RegistryFile) -> None:
