@@ -60,7 +60,7 @@ def _dump(value: object, *, default_style: str | None = None) -> str:
         allow_unicode=True,
         default_style=default_style,
     )
-    return str(text).removesuffix("\n").removesuffix("...").strip()
+    return str(text).removesuffix("\n").removesuffix("...").strip("\n")
 
 
 def _is_leaf(value: object) -> bool:

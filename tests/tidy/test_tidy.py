@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "errors", "ids", "states", "clock", "rng", "logs",
-        "config", "config_yaml", "config_checks", "config_load", "config_text",
+        "config", "config_yaml", "config_checks", "config_load", "config_text", "sqlite_wal",
         "drivers.base", "drivers.wire",
     ),
     ("costs",),
