@@ -67,6 +67,7 @@ class Answer:
         "_pending_finish",
         "_pieces",
         "_start_ns",
+        "_ttft",
         "_written_logprobs",
         "api",
         "model",
@@ -102,6 +103,7 @@ class Answer:
         self._connection = connection
         self._cancel = control.cancel
         self._clock = clock
+        self._ttft = stats.ttft
         self._itl = stats.itl
         self._on_end = on_end
         self.request_id = request_id
@@ -145,6 +147,7 @@ class Answer:
         now_ns = self._clock.now_ns()
         if self._first_token_ns is None:
             self._first_token_ns = now_ns
+            self._ttft.observe(now_ns - self._start_ns)
         else:
             self._itl.observe((now_ns - self._last_token_ns) // count, count)
         self._last_token_ns = now_ns

@@ -252,8 +252,6 @@ class CompletionApi:
         stats.num_cached_tokens += num_cached_tokens
         stats.num_output_tokens += record.num_output_tokens
         stats.duration.observe(record.duration_ns)
-        if record.ttft_ns is not None:
-            stats.ttft.observe(record.ttft_ns)
         self._metrics.on_request_end(record)
         if not self._log.is_enabled:
             return

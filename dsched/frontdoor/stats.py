@@ -86,7 +86,7 @@ class ModelStats:
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.ttft = LatencyHistogram(TTFT_BOUNDS_NS)
-        """Arrival to the first token."""
+        """Arrival to the first token; counted when it is there, once a request."""
         self.itl = LatencyHistogram(ITL_BOUNDS_NS)
         """Time per later token, as the client sees it."""
         self.duration = LatencyHistogram(DURATION_BOUNDS_NS)

@@ -59,7 +59,11 @@ _METRICS = (
         "dsched_cached_prompt_tokens_total", "Prompt tokens that came from prefix reuse.", "model"
     ),
     _counter("dsched_output_tokens_total", "Tokens sent to clients.", "model"),
-    _histogram("dsched_ttft_seconds", "Arrival of a request to its first token.", "model"),
+    _histogram(
+        "dsched_ttft_seconds",
+        "Arrival of a request to its first token; counted when it is there.",
+        "model",
+    ),
     _histogram("dsched_itl_seconds", "Time per later token, as the client sees it.", "model"),
     _histogram("dsched_request_duration_seconds", "Arrival of a request to its end.", "model"),
     # Routing.

@@ -392,6 +392,41 @@ async def test_stop_ends_what_does_not_end_in_time(
         await get(door.bound_port if door.num_connections else 1, "/live")
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_time_to_the_first_token_is_counted_when_it_is_there(
+    port: int, door: FrontDoor, control: FakeControlPlane, *, stream: bool
+) -> None:
+    """Long before the end, and once, whatever pauses come later, as after a lost engine."""
+    control.is_holding = True
+    stats = door.stats.of("tiny")
+    async with RawClient(port) as client:
+        client.post(COMPLETIONS, json.dumps(completion(stream=stream)).encode())
+        run = await held_run(control)
+        before = sum(stats.ttft.counts)
+        run.send()
+        first = sum(stats.ttft.counts)
+        run.send(2)
+        run.send(3)
+        run.finish()
+        await client.answer()
+
+    assert (before, first) == (0, 1)
+    assert (sum(stats.ttft.counts), sum(stats.itl.counts), stats.num_open) == (1, 5, 0)
+
+
+async def test_request_without_a_token_has_no_time_to_the_first(
+    port: int, door: FrontDoor, control: FakeControlPlane
+) -> None:
+    control.is_holding = True
+    async with RawClient(port) as client:
+        client.post(COMPLETIONS, json.dumps(completion(stream=True)).encode())
+        (await held_run(control)).fail(LOST)
+        await client.answer()
+
+    stats = door.stats.of("tiny")
+    assert (sum(stats.ttft.counts), sum(stats.duration.counts)) == (0, 1)
+
+
 async def test_counts_of_ended_requests(
     port: int, door: FrontDoor, control: FakeControlPlane
 ) -> None:
