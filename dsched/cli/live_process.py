@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dsched import __version__
-from dsched.clock import Clock
 from dsched.controller import ControllerObserver, HandoffGap
 from dsched.drivers.base import ExpertLoad, ExpertLoadSource
 from dsched.faults import MembershipView
@@ -14,15 +13,12 @@ from dsched.frontdoor.stats import FrontDoorStats
 if TYPE_CHECKING:
     from dsched.cli.service import Service
 
-S = 1_000_000_000
-
 
 class LiveProcess:
     """Implements `LiveEnvironment` over a running service."""
 
-    def __init__(self, service: "Service", clock: Clock) -> None:
+    def __init__(self, service: "Service") -> None:
         self._service = service
-        self._clock = clock
         self.dsched_version = __version__
         self.instance_id = service.instance_id
         self.is_simulated = service.is_simulated
@@ -55,13 +51,9 @@ class LiveProcess:
 
     def conditions(self) -> tuple[bool, bool, bool]:
         member = self._service.member
-        renewed_ns = member.registration.status().renewed_ns
-        lease_ns = int(self._service.config.registry.lease_s * S)
-        # A load that is still on its way to the registry does not make us unknown to it.
-        is_known = renewed_ns is not None and self._clock.now_ns() - renewed_ns < lease_ns
         return (
             self._service.journal.status().is_durable,
-            is_known,
+            member.registration.status().is_registered,
             member.election.epoch_now() is not None,
         )
 

@@ -204,7 +204,7 @@ class Service:
         self.faults = FaultStats()
         self.kv_follower = KvFollower(kv_event_sources(self.config))
         self._stops.add("kv follower", self.kv_follower.close)
-        self.live = LiveSampler(clock=self._clock, environment=LiveProcess(self, self._clock))
+        self.live = LiveSampler(clock=self._clock, environment=LiveProcess(self))
         try:
             self.controller = Controller(
                 pools=self.fleet.pools,

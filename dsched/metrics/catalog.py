@@ -215,7 +215,11 @@ _METRICS = (
         "Time on the event loop that the last sample for `dsched top` and the web page took.",
     ),
     # The registry.
-    _gauge("dsched_registry_registered", "1 while the registry knows this process."),
+    _gauge(
+        "dsched_registry_registered",
+        "1 while the registry knows this process: its lease lives and every entry was written, if "
+        "not yet the last load.",
+    ),
     _gauge("dsched_registry_lag_seconds", "Time since the registry last answered."),
     _counter("dsched_registry_failures_total", "Failed calls of the registry."),
     _counter("dsched_registry_leases_lost_total", "Leases that ran out while dsched was alive."),

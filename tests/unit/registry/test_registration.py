@@ -171,6 +171,23 @@ def test_a_lease_that_may_be_over_counts_as_unregistered() -> None:
     assert world.registration.status().is_registered
 
 
+def test_a_change_on_its_way_leaves_the_process_registered() -> None:
+    """A load changes every second; an entry that nobody has seen yet is another matter."""
+    world = World()
+    world.registration.set("k", b"v")
+    unknown = world.registration.status().is_registered
+    run(world, 1.0)
+    world.registration.set("k", b"w")
+    changed = world.registration.status().is_registered
+    world.registration.set("new", b"v")
+    grown = world.registration.status().is_registered
+    world.registration.remove("new")
+    world.registration.remove("k")
+    removed = world.registration.status().is_registered
+
+    assert (unknown, changed, grown, removed) == (False, True, False, True)
+
+
 def test_slow_call_does_not_lengthen_the_lease() -> None:
     """The lease may have begun when the call was sent: of 10 s, 3 s in the call, 7 s are left."""
     world = World()
