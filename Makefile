@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 DEV := requirements/dev.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test test-fast test-engines lint types bench clean
+.PHONY: help run check test test-fast test-slow test-engines lint types bench clean
+# Python keeps compiled tests also where the machine says not to: rewriting the assertions of all of
+# them takes each process some 5 s.
+export PYTHONDONTWRITEBYTECODE :=
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,12 +38,20 @@ types: $(VENV)/.ready
 	$(BIN)/mypy
 
 FAST := not vllm and not sglang and not gpu and not slow
+SLOW := not vllm and not sglang and not gpu and slow
+# Many tests wait more than they compute.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 test-fast: $(VENV)/.kernels ## Tests without real engines that take less than a second
-	$(BIN)/pytest -q -n auto --dist loadfile -m "$(FAST)"
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "$(FAST)"
 
-test: test-fast engines ## The whole suite, real engines included
-	$(BIN)/pytest -q -m "not gpu and not ($(FAST))"
+test-slow: $(VENV)/.kernels ## The other tests without real engines
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "$(SLOW)"
+
+test-engines: engines $(VENV)/.kernels ## Tests of real engines, one after the other
+	$(BIN)/pytest -q -m "(vllm or sglang) and not gpu"
+
+test: test-fast test-slow test-engines ## The whole suite, real engines included
 
 include $(wildcard make/*.mk)
 

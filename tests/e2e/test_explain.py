@@ -139,6 +139,7 @@ async def test_a_file_is_not_begun_twice_nor_outside_nor_over_another(
         await tell(two_engines, "/stop", b"")
 
 
+@pytest.mark.slow
 async def test_a_file_of_the_configuration_is_kept_over_a_restart(cluster: Cluster) -> None:
     """Recorded from the start to the end of the process; the one before is kept aside."""
     await cluster.add_double()

@@ -146,6 +146,7 @@ async def test_what_cannot_be_continued_ends_with_one_error(cluster: Cluster) ->
     assert "[DONE]" not in documents
 
 
+@pytest.mark.slow
 async def test_engines_that_come_back_are_served_again_without_a_restart(cluster: Cluster) -> None:
     """All engines die and one returns on the same address; dsched restarts, they do not (FA-07)."""
     double = await cluster.add_double()
@@ -171,6 +172,7 @@ async def test_engines_that_come_back_are_served_again_without_a_restart(cluster
     assert token_ids(documents) == cluster.model.stream(PROMPT, 8)
 
 
+@pytest.mark.slow
 async def test_a_drain_lets_requests_finish_where_they_are(two_engines: Cluster) -> None:
     """Nothing new, nothing cut; back in service after undrain."""
     cluster = two_engines
@@ -197,6 +199,7 @@ async def test_a_drain_lets_requests_finish_where_they_are(two_engines: Cluster)
     assert len(cluster.doubles[0].bodies) > before[0]
 
 
+@pytest.mark.slow
 async def test_a_drain_with_a_deadline_hands_over_what_is_left(cluster: Cluster) -> None:
     """Long answers go on elsewhere, exact, with no error."""
     for _ in range(2):

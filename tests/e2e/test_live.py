@@ -4,6 +4,7 @@ import asyncio
 
 import aiohttp
 import numpy as np
+import pytest
 from double_cluster import PROMPT, Cluster
 
 from dsched.cli.live_client import LiveClient, open_session
@@ -72,6 +73,7 @@ async def test_streams_end_with_the_process(two_engines: Cluster) -> None:
     assert rest.startswith(b"data: ") or rest == b""
 
 
+@pytest.mark.slow
 async def test_expert_load_of_an_engine_is_shown(cluster: Cluster) -> None:
     """A worker of the engine sends it; after the engine's death it is not shown any more."""
     double = await cluster.add_double()

@@ -86,6 +86,7 @@ async def test_a_frozen_engine_costs_its_streams_the_progress_timeout(
     assert states["p-1"] in ("SUSPECT", "DOWN")
 
 
+@pytest.mark.slow
 async def test_engines_that_come_and_go(cluster: Cluster) -> None:
     """The whole of FA-07: known model without engines is 503, readiness follows by itself."""
     double = await cluster.add_double()
@@ -206,6 +207,7 @@ async def test_metrics_show_the_cluster(two_engines: Cluster) -> None:
     assert "dsched_registry_registered 1.0" in text
 
 
+@pytest.mark.slow
 async def test_a_stopping_dsched_ends_streams_with_one_error(two_engines: Cluster) -> None:
     """After the grace, streams get an error event and no good end; engines live on."""
     task = asyncio.create_task(two_engines.complete(PROMPT, max_tokens=900))

@@ -39,6 +39,7 @@ async def test_both_ranks_of_a_server_get_what_dsched_chose(cluster: Cluster) ->
     assert sorted(ranks) == [0] * 6 + [1] * 6
 
 
+@pytest.mark.slow
 async def test_one_pool_holds_both_kinds_and_survives_the_death_of_one(cluster: Cluster) -> None:
     """Streams of the lost SGLang server go on at vLLM, each token once."""
     await cluster.add_double(step_s=0.005)
@@ -56,6 +57,7 @@ async def test_one_pool_holds_both_kinds_and_survives_the_death_of_one(cluster: 
     assert kinds == {"p-0": "UP", "p-1": "DOWN"}
 
 
+@pytest.mark.slow
 async def test_workers_name_version_and_missing_features(cluster: Cluster) -> None:
     """A hook that is gone turns off just its feature, for all to see."""
     double = await cluster.add(SglangDouble)

@@ -81,6 +81,7 @@ def test_any_values_are_read_or_refused_with_a_path(tree: dict[str, object]) -> 
         assert parse_config(printed) == config
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.sampled_from(sorted(INTEGER_KEYS)), st.sets(st.integers(0, 2), min_size=1), min_size=1

@@ -38,6 +38,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
     return {"load": np.array(load), "num_slots": num_ranks * width, "num_ranks": num_ranks}
 
 
+@pytest.mark.slow
 @given(layers())
 @settings(max_examples=150, deadline=None)
 def test_a_fresh_plan_keeps_every_rule(case: dict[str, Any]) -> None:
@@ -76,6 +77,7 @@ def test_the_greedy_counts_are_those_of_the_plain_twin(case: dict[str, Any]) -> 
             assert copies == twin
 
 
+@pytest.mark.slow
 @given(layers(), st.integers(0, 2**32 - 1), st.integers(0, 8))
 @settings(max_examples=150, deadline=None)
 def test_a_plan_from_any_placement_keeps_every_rule(

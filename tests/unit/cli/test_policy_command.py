@@ -199,6 +199,7 @@ def test_fallbacks_of_a_bad_policy_are_told(
     assert own["num_errors"] == {}
 
 
+@pytest.mark.slow
 def test_chunk_weights_and_triggers_are_tried_where_they_are_asked(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

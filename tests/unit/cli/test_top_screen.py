@@ -137,6 +137,7 @@ async def test_ten_thousand_ranks_are_paged(serve: Serve) -> None:
         assert "reversed" in status(app)
 
 
+@pytest.mark.slow
 async def test_filter_and_modes(serve: Serve) -> None:
     """Typed words narrow the rows at once; escape shows all again."""
     source = MadeUpSource(Shape(states={2: 1}))

@@ -159,6 +159,7 @@ async def test_dead_core_fails_attempts_as_a_lost_engine(world: World) -> None:
     assert world.listener.evidence == [Evidence.SOCKET]
 
 
+@pytest.mark.slow
 async def test_frozen_engine_goes_down_after_some_unanswered_checks(world: World) -> None:
     """Sockets stay open and nothing answers: the watch decides, and the attempts fail with it."""
     double = await world.double()
@@ -175,6 +176,7 @@ async def test_frozen_engine_goes_down_after_some_unanswered_checks(world: World
     assert world.listener.evidence == [Evidence.LEASE], "nothing but silence speaks for it"
 
 
+@pytest.mark.slow
 async def test_one_slow_health_answer_is_no_death(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +330,7 @@ async def test_ranks_that_an_engine_gave_up_are_told_and_told_back(world: World)
     assert world.listener.downs == []
 
 
+@pytest.mark.slow
 async def test_lost_feature_of_an_agent_is_known(world: World) -> None:
     """If the agent's hook fails, the engine goes on and dsched can say what is lost."""
     double = await world.double()

@@ -204,6 +204,7 @@ class Hangs(Base):
             pass
 
 
+@pytest.mark.slow
 def test_a_policy_that_hangs_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the author's test ends."""
     monkeypatch.setattr("dsched.testing.policies.HANG_S", 1)
