@@ -4,13 +4,12 @@ Used by `dsched run`. Nothing here decides; each engine gets the driver of its k
 """
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-import structlog
-
+from dsched.clock import SystemClock
 from dsched.config import (
     Config,
     EngineConfig,
@@ -21,6 +20,8 @@ from dsched.config import (
 from dsched.controller import EngineSpec, PoolSpec
 from dsched.costs.affine import AffineStepCost
 from dsched.drivers.base import Driver
+from dsched.drivers.http_driver import HttpDriver
+from dsched.drivers.keeper import EngineKeeper, PlanServers
 from dsched.drivers.local import LocalEngine, ServerPlan, free_port, make_tiny_model
 from dsched.drivers.reports import ReportReader
 from dsched.drivers.sglang.driver import SglangDriver
@@ -42,8 +43,6 @@ from dsched.sim.loop import Timers
 from dsched.sim.tokenizer import CHAT_TEMPLATE, build_sim_model, build_sim_tokenizer
 from dsched.states import PoolRole
 
-log = structlog.get_logger(__name__)
-
 LAUNCH_POOL = "default"
 """Pool of the engines that dsched starts itself."""
 SIM_TOP_K = 6
@@ -62,11 +61,23 @@ class Fleet:
     drivers: dict[EngineId, Driver]
     models: dict[str, ServedModel]
     urls: dict[EngineId, str]
-    local_engines: list[LocalEngine]
+    keepers: list[EngineKeeper]
+    """Of the engines that were started here."""
+    on_moved: list[Callable[[EngineId, str], None]] = field(default_factory=list)
+    """Told when an engine that was started here is at another URL."""
 
     async def stop(self) -> None:
         """End the engines that were started here."""
-        await asyncio.gather(*(engine.stop() for engine in self.local_engines))
+        await asyncio.gather(*(keeper.stop() for keeper in self.keepers))
+
+    def move(self, engine_id: EngineId, url: str) -> None:
+        """Find a server at another URL from now on."""
+        driver = self.drivers[engine_id]
+        if isinstance(driver, HttpDriver):
+            driver.move(url)
+        self.urls[engine_id] = url
+        for tell in self.on_moved:
+            tell(engine_id, url)
 
 
 class FleetBuilder:
@@ -77,7 +88,7 @@ class FleetBuilder:
         self._timers = timers
         self._reports = reports
         self._kv_store = SimKvStore()
-        self.fleet = Fleet(pools=(), drivers={}, models={}, urls={}, local_engines=[])
+        self.fleet = Fleet(pools=(), drivers={}, models={}, urls={}, keepers=[])
 
     async def build(self) -> Fleet:
         """Make all drivers, and start the engines that dsched launches itself.
@@ -129,8 +140,14 @@ class FleetBuilder:
     def _served_model(self, pool_name: str, pool: PoolConfig, kinds: set[str]) -> ServedModel:
         model = pool.model
         if model.tokenizer is not None:
-            template = Path(model.chat_template) if model.chat_template else None
-            return load_model(model.name, Path(model.tokenizer), template_path=template)
+            return load_model(model.name, Path(model.tokenizer), config=model)
+        for key, default in (
+            ("chat_format", "template"),
+            ("tool_call_format", None),
+            ("reasoning_format", None),
+        ):
+            if getattr(model, key) != default:
+                raise ConfigError(f"$.pools.{pool_name}.model.{key}: needs model.tokenizer")
         if kinds == {"sim"}:
             return sim_model(model.name)
         raise ConfigError(
@@ -216,11 +233,12 @@ class FleetBuilder:
         folder = await self._model_folder(kind, launch.model)
         name = folder.name
         policy_variables = chunk_weights_environment(self._config.policies.chunk_weights)
-        specs = []
-        for server in self._plan_servers(kind):
-            local = await LAUNCHERS[kind](
+
+        async def launch_server(server: ServerPlan, port: int) -> LocalEngine:
+            return await LAUNCHERS[kind](
                 folder,
                 engine_id=server.engine_id,
+                port=port,
                 agent_endpoint=self._reports.endpoint,
                 state_dir=Path(self._config.state_dir),
                 served_model_name=name,
@@ -229,37 +247,48 @@ class FleetBuilder:
                 step_budget_ms=self._config.scheduler.step_budget_ms,
                 variables={**server.variables, **policy_variables},
             )
-            self.fleet.local_engines.append(local)
-            local.watch(_log_death)
-            self._add_server(server.engine_id, EngineConfig(kind=kind, url=local.url), model=name)
-            specs.append(
-                EngineSpec(engine_id=server.engine_id, model=name, ep_group=server.ep_group)
+
+        specs = []
+        for index in range(launch.replicas):
+            replica = f"{kind}-{index}"
+            keeper = EngineKeeper(
+                replica,
+                plan=self._planner(kind, EngineId(replica)),
+                launch=launch_server,
+                on_moved=self.fleet.move,
+                clock=SystemClock(),
             )
+            # First: it also ends what a start that is broken off has made.
+            self.fleet.keepers.append(keeper)
+            await keeper.start()
+            for server in keeper.plans:
+                engine_id, url = server.engine_id, keeper.servers[server.engine_id].url
+                self._add_server(engine_id, EngineConfig(kind=kind, url=url), model=name)
+                specs.append(EngineSpec(engine_id=engine_id, model=name, ep_group=server.ep_group))
         self.fleet.models[name] = load_model(name, folder)
         return PoolSpec(name=LAUNCH_POOL, model=name, engines=tuple(specs))
 
-    def _plan_servers(self, kind: Literal["vllm", "sglang"]) -> list[ServerPlan]:
+    def _planner(self, kind: Literal["vllm", "sglang"], engine_id: EngineId) -> PlanServers:
+        """Return what says which servers make up one engine, with a free port in each answer."""
         launch = self._config.launch
-        if kind == "sglang":
-            return [
-                plan_server(
-                    EngineId(f"sglang-{index}"),
+
+        def plan() -> Sequence[ServerPlan]:
+            if kind == "sglang":
+                server = plan_server(
+                    engine_id,
                     num_dp_ranks=launch.data_parallel_size,
                     is_expert_parallel=launch.expert_parallel,
                 )
-                for index in range(launch.replicas)
-            ]
-        return [
-            server
-            for index in range(launch.replicas)
-            for server in plan_servers(
-                EngineId(f"vllm-{index}"),
+                return (server,)
+            return plan_servers(
+                engine_id,
                 num_dp_ranks=launch.data_parallel_size,
                 is_expert_parallel=launch.expert_parallel,
                 load_balancer=launch.load_balancer,
                 rpc_port=free_port(),
             )
-        ]
+
+        return plan
 
     async def _model_folder(self, kind: Literal["vllm", "sglang"], stated: str) -> Path:
         if stated != TINY_MODEL or Path(stated).is_dir():
@@ -274,15 +303,6 @@ def sim_model(name: str) -> ServedModel:
     tokenizer = build_sim_tokenizer()
     renderer = TemplateRenderer(tokenizer, chat_template=CHAT_TEMPLATE)
     return ServedModel(name=name, tokenizer=tokenizer, renderer=renderer)
-
-
-def _log_death(engine: LocalEngine, status: int) -> None:
-    log.error(
-        "engine.not_restarted",
-        engine_id=engine.engine_id,
-        status=status,
-        log=str(engine.log_path),
-    )
 
 
 def _sim_config(sim: SimConfig, engine: EngineConfig | None) -> SimEngineConfig:

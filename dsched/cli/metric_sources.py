@@ -1,9 +1,10 @@
 """Turns the counters of a running dsched into samples, at a scrape. Names: `metrics.catalog`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from dsched.controller import Controller, EngineStatus, HandoffGap, RankStatus
 from dsched.controller.spare import UNKNOWN_CAPACITY
+from dsched.drivers.keeper import EngineKeeper
 from dsched.drivers.kv_follower import KvFollower
 from dsched.drivers.reports import ReportReader
 from dsched.faults import JournalStatus, MembershipView
@@ -87,6 +88,17 @@ def kv_event_samples(follower: KvFollower) -> Iterator[Sample]:
     yield Sample(name="dsched_prefix_index_blocks", value=follower.index.num_blocks)
     for outcome, count in sorted(follower.num_batches.items()):
         yield Sample(name="dsched_kv_event_batches_total", value=count, labels=(outcome,))
+
+
+def local_engine_samples(keepers: Sequence[EngineKeeper]) -> Iterator[Sample]:
+    """Engines that were started here."""
+    for keeper in keepers:
+        for engine_id in keeper.servers:
+            yield Sample(
+                name="dsched_engine_restarts_total",
+                value=keeper.num_restarts,
+                labels=(engine_id,),
+            )
 
 
 class FaultStats:

@@ -37,6 +37,11 @@ class RankWatches:
             for group, engine_ids in vllm_groups(fleet).items()
         }
         self._tasks: list[asyncio.Task[None]] = []
+        fleet.on_moved.append(self._move)
+
+    def _move(self, engine_id: EngineId, url: str) -> None:
+        for _, watch in sorted(self.groups.items()):
+            watch.move(engine_id, VllmRecovery(url))
 
     def start(self) -> None:
         """Watch on the running event loop until `stop`."""

@@ -26,6 +26,7 @@ from dsched.cli.metric_sources import (
     journal_samples,
     kv_event_samples,
     live_samples,
+    local_engine_samples,
     placement_samples,
     reader_samples,
     registry_samples,
@@ -287,6 +288,7 @@ class Service:
         self.admin_url = f"http://{self.config.admin.host}:{self.front_door.bound_admin_port}"
         exporter.add_source(lambda: front_door_samples(self.front_door.stats))
         exporter.add_source(lambda: controller_samples(self.controller))
+        exporter.add_source(lambda: local_engine_samples(self.fleet.keepers))
         exporter.add_source(lambda: kv_event_samples(self.kv_follower))
         exporter.add_source(lambda: fault_samples(self.controller, self.faults))
         exporter.add_source(lambda: placement_samples(self.rebalancing.rebalancer.num_placements))

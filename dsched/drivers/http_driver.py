@@ -211,6 +211,18 @@ class HttpDriver:
             attempt.abort()
             self._tell_abort(attempt_id)
 
+    def move(self, url: str) -> None:
+        """Find the engine at another URL from now on; what runs at the old one fails.
+
+        Raises:
+            ConfigError: `url` is not the address of an HTTP server.
+        """
+        self._url = normalize_engine_url(url)
+        old, self._pool = self._pool, HttpPool(self._url)
+        if self._watch is not None:
+            self._watch.move(self._url)
+        old.close()
+
     def close(self) -> None:
         """Abort what runs and stop watching; every sink hears its end during this call, and nobody
         hears anything after it. The server lives on. See `Driver.close`."""

@@ -1,7 +1,8 @@
 """Engines as child processes, for development on one machine: what is the same for every engine.
 
 In: a command of the engine's own Python. Out: a running server on 127.0.0.1 whose whole process
-tree ends with `stop`, and, because the kernel is asked for it, when dsched dies in any way.
+tree ends with `stop`, and, because the kernel is asked for it, when dsched dies in any way. One
+that ends by itself is started again by its `dsched.drivers.keeper`.
 
 The engine's Python is another one than dsched's where the engine lives in an environment of its
 own; see `find_engine_python`. For a deployment that matters, start the engine yourself and give
@@ -15,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -30,6 +31,8 @@ STOP_GRACE_S: Final = 10.0
 """For a server to end by itself after SIGTERM; then its process group gets SIGKILL."""
 KILL_GRACE_S: Final = 5.0
 """For the kernel to end a server after SIGKILL; one that waits for a device may take for ever."""
+KILL_POLL_S: Final = 0.02
+"""Between two looks at what is left of a server's process group; nothing tells of its end."""
 LOG_TAIL_BYTES: Final = 2_000
 """Of an engine's log that an error message quotes."""
 PORTS: Final = range(10_000, 20_000)
@@ -74,12 +77,11 @@ class LocalEngine:
         self.port = port
         self.log_path = log_path
         self._process = process
-        self._is_stopping = False
-        self._watcher: asyncio.Task[None] | None = None
+        self._is_gone = False
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return local_url(self.port)
 
     @property
     def pid(self) -> int:
@@ -90,19 +92,21 @@ class LocalEngine:
     def is_alive(self) -> bool:
         return self._process.returncode is None
 
-    def watch(self, on_death: Callable[["LocalEngine", int], None]) -> None:
-        """Call `on_death(engine, exit_status)` when the server ends without `stop`."""
+    @property
+    def exit_status(self) -> int | None:
+        """Of the API server; minus the signal that ended it; `None` while it runs."""
+        return self._process.returncode
 
-        async def wait() -> None:
-            status = await self._process.wait()
-            if not self._is_stopping:
-                self._signal(signal.SIGKILL)
-                log.error(
-                    "engine.died", engine_id=self.engine_id, status=status, log=self.log_tail()
-                )
-                on_death(self, status)
+    @property
+    def is_gone(self) -> bool:
+        """Whether every process of it has ended. Looks at all processes of the machine."""
+        if not self.is_alive and not self._is_gone:
+            self._is_gone = not is_group_alive(self._process.pid)
+        return self._is_gone
 
-        self._watcher = asyncio.get_running_loop().create_task(wait())
+    async def wait(self) -> int:
+        """Wait until the API server ends, by itself or by `stop`; return its exit status."""
+        return await self._process.wait()
 
     def log_tail(self) -> str:
         """Return the end of what the engine wrote."""
@@ -115,7 +119,6 @@ class LocalEngine:
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End the server and every process it started. Idempotent."""
-        self._is_stopping = True
         self._signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -125,18 +128,20 @@ class LocalEngine:
         try:
             async with asyncio.timeout(KILL_GRACE_S):
                 await self._process.wait()
+                while not self.is_gone:
+                    await asyncio.sleep(KILL_POLL_S)
         except TimeoutError:
             log.warning("engine.not_ended", engine_id=self.engine_id, pid=self.pid)
-        if self._watcher is not None:
-            self._watcher.cancel()
 
     def kill(self) -> None:
         """SIGKILL the whole process group, now."""
-        self._is_stopping = True
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        # The group has the server's pid as its id and outlives it as long as one member does.
+        # The group has the server's pid as its id and outlives it as long as one member does; once
+        # all have gone, the number may be somebody else's.
+        if self._is_gone:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
@@ -154,7 +159,8 @@ async def start_engine(
 ) -> LocalEngine:
     """Run `python -m COMMAND` in a process group of its own; return while it loads.
 
-    It gets `environment`, the time budget of its steps if there is one, and `variables` on top.
+    It gets `environment`, the time budget of its steps if there is one, and `variables` on top. Its
+    log is `engines/ENGINE.log`; that of its last start stays as `ENGINE.previous.log`.
 
     Raises:
         DriverError: the process cannot be started.
@@ -163,6 +169,8 @@ async def start_engine(
     log_path = state_dir / "engines" / f"{engine_id}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        if log_path.exists():
+            log_path.replace(log_path.with_suffix(".previous.log"))
         with log_path.open("wb") as log_file:
             process = await asyncio.create_subprocess_exec(
                 *(str(python), "-m", "dsched.drivers.serve_child", str(os.getpid())),
@@ -259,6 +267,49 @@ def free_port() -> int:
             listener.bind(("127.0.0.1", port))
             return port
     raise DriverError(f"every port of {PORTS.start}-{PORTS.stop - 1} is taken")
+
+
+def is_port_free(port: int) -> bool:
+    """Whether a server could listen on a TCP port of 127.0.0.1 now.
+
+    Connections of a server that has gone do not count, as they do for `free_port`.
+    """
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def local_url(port: int) -> str:
+    """Return the URL of a server on this machine."""
+    return f"http://127.0.0.1:{port}"
+
+
+def is_group_alive(group_id: int) -> bool:
+    """Whether a process group has a process that runs; one that only waits to be reaped does not.
+
+    The orphans of an engine are reaped by the machine's first process, in some containers never.
+    """
+    try:
+        os.killpg(group_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # there is one, and it is not ours
+        return True
+    statuses = list(Path("/proc").glob("[0-9]*/stat"))
+    return any(_is_running_member(each, group_id) for each in statuses) if statuses else True
+
+
+def _is_running_member(status: Path, group_id: int) -> bool:
+    try:
+        # PID (NAME) STATE PARENT GROUP ...; the name may hold anything.
+        state, _, group = status.read_bytes().rpartition(b")")[2].split()[:3]
+    except OSError:  # it has just ended
+        return False
+    return int(group) == group_id and state not in b"ZX"
 
 
 async def make_tiny_model(folder: Path, *, python: Path) -> Path:

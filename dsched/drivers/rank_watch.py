@@ -90,6 +90,13 @@ class GroupWatch:
         self.results: list[OperationResult] = []
         """Of the last repair, one a server."""
 
+    def move(self, engine_id: EngineId, client: VllmRecovery) -> None:
+        """Ask a server of the group at another URL from now on: over `client`."""
+        for server in self._servers:
+            if server.engine_id == engine_id:
+                server.client.close()
+                server.client, server.pause_s, server.ranks = client, 0.0, None
+
     async def run(self) -> None:
         """Watch until cancelled."""
         try:

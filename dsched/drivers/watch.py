@@ -42,6 +42,8 @@ DEFAULT_MAX_RUNNING: Final = 256
 """vLLM's own default of `--max-num-seqs` on most devices, for an engine that does not tell."""
 DEFAULT_KV_CAPACITY_TOKENS: Final = 1 << 17
 """For an engine that says nothing of its KV cache: small enough to be there on any device."""
+WATCH_CONNECTIONS: Final = 2
+"""Of the watch's own: a thousand streams must not keep a health check waiting for a connection."""
 MAX_VERSION_CHARS: Final = 64
 """Of a version that are logged."""
 
@@ -134,8 +136,7 @@ class EngineWatch:
         self._hints = hints
         self._expects_agents = expects_agents
         self._host = host
-        # Of its own: a thousand streams must not keep a health check waiting for a connection.
-        self._pool = HttpPool(url, max_connections=2)
+        self._pool = HttpPool(url, max_connections=WATCH_CONNECTIONS)
         self._is_woken = asyncio.Event()
         self._num_timeouts = 0
         self._is_up = False
@@ -149,6 +150,13 @@ class EngineWatch:
     def wake(self) -> None:
         """Look now instead of at the next interval."""
         self._is_woken.set()
+
+    def move(self, url: str) -> None:
+        """Look at another URL from now on; the engine is down until it answers there."""
+        old, self._pool = self._pool, HttpPool(url, max_connections=WATCH_CONNECTIONS)
+        self._set_down(f"it is started anew at {url}")
+        self.wake()
+        old.close()
 
     def note_hello(self, *, is_restart: bool) -> None:
         """An agent that was not known greets: after a restart, or late."""

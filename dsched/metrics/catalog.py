@@ -161,6 +161,11 @@ _METRICS = (
         "pool",
         "state",
     ),
+    _counter(
+        "dsched_engine_restarts_total",
+        "Times that an engine which dsched started itself was started again after its end.",
+        "engine",
+    ),
     _gauge("dsched_membership_epoch", "Rises at each change of the live engines."),
     _gauge("dsched_rank_running_requests", "Requests running on a DP rank.", "engine", "dp_rank"),
     _gauge(

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from dsched.cli.engines import Fleet, FleetBuilder
+from dsched.cli.metric_sources import local_engine_samples
 from dsched.clock import SystemClock
 from dsched.config import Config
 from dsched.config_checks import check_config
@@ -91,7 +92,9 @@ async def test_run_starts_replicas_of_the_named_engine(
     )
 
     assert sorted(fleet.drivers) == [f"{kind}-0", f"{kind}-1"]
-    for engine in fleet.local_engines:
+    engines = [engine for keeper in fleet.keepers for engine in keeper.servers.values()]
+    assert len(engines) == 2
+    for engine in engines:
         words = (await wait_for_text(engine.log_path, "end")).split()
         assert marker in words
         assert words[words.index(size_flag) + 1] == "2"
@@ -100,7 +103,7 @@ async def test_run_starts_replicas_of_the_named_engine(
         assert engine.is_alive
     assert fleet.pools[0].model == "model"
     await fleet.stop()
-    assert not any(engine.is_alive for engine in fleet.local_engines)
+    assert all(engine.is_gone for engine in engines)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +121,20 @@ def test_launch_that_cannot_be_is_named(launch: dict, message: str) -> None:
 async def test_engine_python_that_is_not_there_is_named(build: Callable, model: Path) -> None:
     with pytest.raises(ConfigError, match="engine Python '/nowhere' does not exist"):
         await build(launch={"engine": "sglang", "model": str(model), "python": "/nowhere"})
+
+
+async def test_engine_that_moved_is_found_where_it_is(build: Callable, model: Path) -> None:
+    """By its driver, by what is registered, and by whoever else asked to be told."""
+    python = make_python(model.parent, "while :; do sleep 0.05; done")
+    launch = {"engine": "vllm", "model": str(model), "replicas": 1, "python": str(python)}
+    fleet = await build(launch=launch)
+    told: list[tuple[str, str]] = []
+    fleet.on_moved.append(lambda engine_id, url: told.append((engine_id, url)))
+
+    fleet.move("vllm-0", "http://127.0.0.1:9")
+    samples = list(local_engine_samples(fleet.keepers))
+
+    assert fleet.drivers["vllm-0"].url == "http://127.0.0.1:9"
+    assert fleet.urls == {"vllm-0": "http://127.0.0.1:9"}
+    assert told == [("vllm-0", "http://127.0.0.1:9")]
+    assert [(each.labels, each.value) for each in samples] == [(("vllm-0",), 0)]

@@ -156,6 +156,22 @@ async def test_a_server_without_the_endpoint_is_asked_rarely(group: Group) -> No
     assert group.listener.lost_ranks == []
 
 
+async def test_a_server_that_moved_is_asked_at_its_new_place(group: Group) -> None:
+    """At once, whatever the old one said."""
+    watch = await group.start(has_fault_tolerance=False)
+    await watch.look()
+    moved = VllmDouble()
+    moved.core_status = {"id": 0, "status": "healthy"}
+    moved.break_group()
+    await moved.start()
+    group.doubles.append(moved)
+
+    watch.move(NAMES[0], VllmRecovery(moved.url, poll_interval_s=POLL_S))
+    await watch.look()
+
+    assert [rank for rank, _ in group.listener.lost_ranks] == RANKS[:1]
+
+
 async def test_a_server_that_is_gone_is_not_the_watchs_business(group: Group) -> None:
     """Its death is the engine watch's to notice; its ranks are neither lost nor back here."""
     group.is_leader = False

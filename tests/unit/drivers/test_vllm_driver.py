@@ -84,6 +84,25 @@ async def test_restarted_engine_comes_up_again(world: World) -> None:
     assert len({each.incarnation for each in world.listener.reports}) == 2
 
 
+async def test_engine_that_moved_is_driven_at_its_new_place(world: World) -> None:
+    """What ran at the old place fails at once, though a server answers there: it is another's."""
+    old, new = await world.double(has_agent=False), await world.double(has_agent=False)
+    driver = await world.up(old, has_reports=False)
+    cut = world.generate(100_000)
+    await cut.wait(lambda each: bool(each.token_ids), 10)
+
+    driver.move(new.url)
+    downs_at_once = len(world.listener.downs)
+    await world.listener.wait(lambda each: len(each.ups) == 2, 10)
+    sink = world.generate(3)
+    await sink.ended(10)
+
+    assert (driver.url, downs_at_once) == (new.url, 1)
+    assert isinstance(cut.error, EngineUnreachableError)
+    assert sink.token_ids == new.model.stream(PROMPT, 3)
+    assert (len(old.bodies), len(new.bodies)) == (1, 1)
+
+
 async def test_goodbye_takes_the_engine_down_at_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsched.drivers import local
-from dsched.drivers.local import LocalEngine, free_port, has_package
+from dsched.drivers.local import LocalEngine, free_port, has_package, is_port_free
 from dsched.drivers.vllm.launcher import (
     engine_environment,
     find_vllm_python,
@@ -102,22 +103,35 @@ async def test_server_that_ignores_sigterm_is_killed(launch: Callable) -> None:
     assert not engine.is_alive
 
 
-async def test_death_is_told_with_the_end_of_the_log(launch: Callable) -> None:
-    """An engine that dies by itself is noticed; one that is stopped is not a death."""
-    deaths: list[tuple[str, int]] = []
+async def test_end_is_told_with_the_end_of_the_log(launch: Callable) -> None:
+    """And the log of the start before is still there."""
     engine = await launch("echo what went wrong; exit 3")
-
-    engine.watch(lambda each, status: deaths.append((each.engine_id, status)))
     async with asyncio.timeout(10):
-        while not deaths:
-            await asyncio.sleep(0.01)
+        status = await engine.wait()
     tail = engine.log_tail()
-    stopped = await launch("while :; do sleep 0.05; done")
-    stopped.watch(lambda each, status: deaths.append((each.engine_id, status)))
-    await stopped.stop()
+    again = await launch("while :; do sleep 0.05; done")
+    await again.stop()
+    previous = again.log_path.with_name("e0.previous.log").read_text()
 
-    assert deaths == [("e0", 3)]
-    assert "what went wrong" in tail
+    assert (status, engine.exit_status) == (3, 3)
+    assert tail == previous == "what went wrong\n"
+    assert again.exit_status == -signal.SIGTERM
+
+
+async def test_engine_is_gone_with_its_last_child(launch: Callable) -> None:
+    """A server can end before the processes that it started."""
+    engine = await launch(
+        "(trap '' TERM; echo ready; while :; do sleep 0.05; done) &\n"
+        'until grep -q ready "$(dirname "$0")/state/engines/e0.log"; do sleep 0.01; done'
+    )
+    async with asyncio.timeout(10):
+        await engine.wait()
+
+    is_gone_before = engine.is_gone
+    await engine.stop()
+
+    assert not engine.is_alive
+    assert (is_gone_before, engine.is_gone) == (False, True)
 
 
 async def test_model_without_a_config_is_the_operators(tmp_path: Path) -> None:
@@ -238,6 +252,21 @@ def test_a_taken_port_is_passed_over() -> None:
         listener.bind(("127.0.0.1", taken))
 
         assert free_port() != taken
+
+
+def test_a_port_is_free_unless_somebody_listens() -> None:
+    """Connections that linger after a server has gone do not hinder the next one."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port = free_port()
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        while_listening = is_port_free(port)
+        with socket.create_connection(("127.0.0.1", port)):
+            server, _ = listener.accept()
+            server.close()  # the side that closes first lingers
+    assert not while_listening
+    assert is_port_free(port)
 
 
 def is_running(pid: int) -> bool:
