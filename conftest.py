@@ -39,6 +39,6 @@ collect_ignore = [str(ROOT / each) for each in PROGRAMS] + [
 
 
 def pytest_collection_finish() -> None:
-    """Leave what all tests share out of later collections of garbage: a tenth of the tests' time."""
+    """Leave what all tests share out of later collections of garbage, a tenth of their time."""
     gc.collect()
     gc.freeze()
