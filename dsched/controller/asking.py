@@ -3,7 +3,8 @@
 In:  a request or a run, and the state. Out: refused or not, a priority, a decision. Where no policy
 is configured nothing is worked out.
 
-O(D) for admission and for a preference; only paid where a policy of that kind is configured.
+O(D) for admission and for a preference, and O(blocks of the prompt) more where engines publish KV
+events; only paid where a policy of that kind is configured.
 """
 
 from dsched.controller.preference import eligible_ranks, ignores_room, prefer, request_view
@@ -61,7 +62,13 @@ def preferred(
 ) -> RoutingDecision:
     """Let policies choose among the ranks that the router could have chosen."""
     policies, is_handoff = state.policies, run.recovery is not None
-    offered = eligible_ranks(run.router, request, ignores_room=ignores_room(decision))
+    prefixes = state.pools[run.pool].prefixes
+    offered = eligible_ranks(
+        run.router,
+        request,
+        ignores_room=ignores_room(decision),
+        cached_tokens=prefixes.cached_tokens(run.request.prompt_token_ids) if prefixes else {},
+    )
     view = request_view(
         run.request, held_ns=now_ns - run.time_ns, num_output_tokens=run.num_output_tokens
     )

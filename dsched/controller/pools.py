@@ -38,7 +38,7 @@ class Pool:
     prefill: PrefillRouter | None = None
     """Of a prefill pool: which worker computes a prompt. Its `router` only counts."""
     prefixes: PrefixSource | None = None
-    """What each worker has cached; `None` where nobody says, or all share a store."""
+    """What each rank has cached; `None` where nobody says, or all share a store."""
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ def make_pool(
         # A prompt that a lost worker leaves goes to another worker or to its decode rank.
         gate=SpareGate(spec.name, mode="none" if is_prefill else settings.spare),
         prefill=_make_prefill_router(settings) if is_prefill else None,
-        prefixes=prefixes if is_prefill else None,
+        prefixes=prefixes,
     )
 
 

@@ -8,14 +8,16 @@ has any (up before suspect), with the pinned number, not excluded, large enough,
 unless the wait has expired. They come sorted by engine and DP rank, so a policy's positions mean
 the same in every process. Decided: docs/policies.md.
 
-O(D) Python for each request; only paid where a policy is configured.
+O(D) Python for each request; only paid where a policy is configured. What ranks have cached comes
+from the caller: looking that up costs more than all else here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
 from dsched.controller.request import InferenceRequest
+from dsched.ids import RankId
 from dsched.plugins import PolicySet, RankCandidate, RequestView
 from dsched.routing import DecodeRouter, RankState, RoutingDecision, RoutingReason, RoutingRequest
 from dsched.routing import kernels as k
@@ -38,14 +40,21 @@ def request_view(
 
 
 def eligible_ranks(
-    router: DecodeRouter, request: RoutingRequest, *, ignores_room: bool
+    router: DecodeRouter,
+    request: RoutingRequest,
+    *,
+    ignores_room: bool,
+    cached_tokens: Mapping[RankId, int],
 ) -> list[tuple[int, RankCandidate]]:
-    """List (rank number, candidate) of every rank that the router may choose, sorted by id."""
+    """List (rank number, candidate) of every rank that the router may choose, sorted by id.
+
+    `cached_tokens`: leading prompt tokens in the KV cache of a rank; 0 for those not named.
+    """
     for states in ((RankState.UP,), (RankState.UP, RankState.SUSPECT)):
         usable = [
             (rank, candidate)
             for rank in range(router.num_ranks)
-            if (candidate := _candidate(router, request, rank, states)) is not None
+            if (candidate := _candidate(router, request, rank, states, cached_tokens)) is not None
         ]
         if usable:
             break
@@ -90,7 +99,11 @@ def ignores_room(decision: RoutingDecision) -> bool:
 
 
 def _candidate(
-    router: DecodeRouter, request: RoutingRequest, rank: int, states: Sequence[RankState]
+    router: DecodeRouter,
+    request: RoutingRequest,
+    rank: int,
+    states: Sequence[RankState],
+    cached_tokens: Mapping[RankId, int],
 ) -> RankCandidate | None:
     load = router.load_of(rank)
     if load.state not in states or rank in request.excluded_ranks:
@@ -107,6 +120,7 @@ def _candidate(
         num_running=num_running,
         num_kv_tokens=num_kv_tokens,
         kv_capacity_tokens=load.kv_capacity_tokens,
+        num_cached_tokens=cached_tokens.get(load.rank_id, 0),
         cost_ns=request_ns * (num_running + 1)
         + kv_token_ns * (num_kv_tokens + request.num_prompt_tokens),
     )

@@ -54,7 +54,8 @@ class RankCandidate:
     """Modelled step time after taking the request, without its constant part; the default takes
     the least."""
     num_cached_tokens: int = 0
-    """Prompt tokens of the request already in its KV cache, as far as known."""
+    """Leading prompt tokens of the request in its KV cache, in whole blocks: where its engine
+    publishes KV events (`kv_events`), else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,12 +23,15 @@ from dsched.errors import DriverError, EngineRefusedError, EngineUnreachableErro
 from dsched.faults import MemoryJournal
 from dsched.faults.progress import ProgressLimits
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RankId, RequestId
+from dsched.plugins import PolicyGuard, PolicySet, RankCandidate, RequestView, RoutingPolicies
 from dsched.states import PoolRole
 from dsched.testing.recorders import RecordingStream
 
 SECOND_NS = 1_000_000_000
 SAMPLING = SamplingParams(max_tokens=50, min_tokens=3, temperature=0.0, logprobs=2)
 VALIDATING = ControllerSettings(is_validating=True)
+SHORT = ControllerSettings(is_validating=True, max_local_prefill_tokens=5_000)
+"""Every prompt is left to its decode rank."""
 TOLD = {"remote_block_ids": [1, 2], "remote_engine_id": "x"}
 
 
@@ -118,6 +121,7 @@ class Pair:
         settings: ControllerSettings = VALIDATING,
         *,
         prefixes: PrefixSource | None = None,
+        policies: PolicySet | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.journal = MemoryJournal()
@@ -141,6 +145,7 @@ class Pair:
             attempt_ids=AttemptIds(process_tag=1),
             settings=settings,
             prefixes=prefixes,
+            policies=policies,
         )
         self.controller.start()
         self.controller.tick()
@@ -547,6 +552,60 @@ def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
         workers.append([len(engine.commands) for engine in prefill])
 
     assert workers == [[3, 3], [0, 6]]
+
+
+class Prefixes:
+    """What is said of caches, and which prompts were asked about."""
+
+    def __init__(self, **cached: int) -> None:
+        self.asked: list[int] = []
+        self._cached = {RankId(EngineId(name), DpRank(0)): count for name, count in cached.items()}
+
+    def cached_tokens(self, prompt_token_ids: Sequence[int]) -> dict[RankId, int]:
+        self.asked.append(len(prompt_token_ids))
+        return self._cached
+
+
+class MostCached:
+    """A routing policy: where most of the prompt is cached."""
+
+    name = "most_cached"
+    api_version = 1
+
+    def __init__(self) -> None:
+        self.offered: list[list[int]] = []
+
+    def pick(self, request: RequestView, candidates: Sequence[RankCandidate]) -> int:
+        self.offered.append([candidate.num_cached_tokens for candidate in candidates])
+        return max(range(len(candidates)), key=lambda each: self.offered[-1][each])
+
+
+def test_policies_see_what_a_decode_rank_has_cached() -> None:
+    """Where engines publish their KV events; else it is 0, and nothing is looked up."""
+    chosen = []
+    policy = MostCached()
+    for prefixes in (Prefixes(d1=288), None):
+        decode = make("d0", "d1", "d2")
+        guard = PolicyGuard(policy, clock=ManualClock())
+        policies = PolicySet(routing=RoutingPolicies([(guard, 1.0)]))
+        pair = Pair(make("p0"), decode, SHORT, prefixes=prefixes, policies=policies)
+        pair.ask("a")
+        pair.ask("b")
+        policies.close()
+        chosen.append([len(engine.commands) for engine in decode])
+
+    assert policy.offered == [[0, 288, 0], [0, 288, 0], [0, 0, 0], [0, 0, 0]]
+    assert chosen == [[0, 2, 0], [2, 0, 0]]
+
+
+def test_caches_of_decode_ranks_are_not_looked_up_for_nobody() -> None:
+    """Without a policy that chooses, a prompt's blocks are not worth their time."""
+    prefixes = Prefixes(d1=288)
+    pair = Pair(make("p0"), make("d0", "d1"), SHORT, prefixes=prefixes)
+
+    pair.ask()
+
+    assert prefixes.asked == []
 
 
 class TestMeeting:
