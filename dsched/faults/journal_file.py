@@ -355,11 +355,14 @@ class JournalFile:
         self, path: Path, *, owner: str, sync_full: bool, wall_time_s: Callable[[], int]
     ) -> None:
         self.path = path
+        self._log_path = Path(f"{path}-wal")
         self.owner = owner
         self.wall_time_s = wall_time_s
         self._sync_full = sync_full
         self._connection: sqlite3.Connection | None = None
         self._inode: int | None = None
+        self._log_inode: int | None = None
+        """Of the write-ahead log, which stays the same file while a connection is open."""
         self._flush_ids: list[int] = []
         """Rows of `flushes` that are ours and not gathered yet."""
         self._ungathered: dict[JournalEntry, int] = {}
@@ -368,11 +371,14 @@ class JournalFile:
     def open(self) -> bool:
         """Open the file if it is not open; `True` if it is another one than before.
 
-        A file deleted under us is noticed here: SQLite itself would write on into nothing.
+        A file deleted under us, or its write-ahead log, is noticed here: SQLite itself would write
+        on into nothing.
         """
         inode = _inode_of(self.path)
         if self._connection is not None and inode == self._inode:
-            return False
+            if _inode_of(self._log_path) == self._log_inode:
+                return False
+            self._leave_lost_log()
         self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(
@@ -390,7 +396,7 @@ class JournalFile:
         # The number alone does not tell: a new file often gets the one that the lost file had.
         is_another = self._inode is not None and (is_new or inode != self._inode)
         self._connection = connection
-        self._inode = _inode_of(self.path)
+        self._inode, self._log_inode = _inode_of(self.path), _inode_of(self._log_path)
         if is_another:
             self._flush_ids, self._ungathered = [], {}
         return is_another
@@ -410,6 +416,24 @@ class JournalFile:
             connection.executescript(SCHEMA)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         return bool(version == 0)
+
+    def _leave_lost_log(self) -> None:
+        """Close a file whose write-ahead log was deleted.
+
+        SQLite still has the log, and copies it to the file when the last connection is closed: then
+        it also deletes the shared memory beside, and nothing was lost. With others still in the
+        file, their log and a new one would not go together, which damages it. So it is set aside;
+        they notice that, and all begin the new file together.
+        """
+        assert self._connection is not None
+        shared = Path(f"{self.path}-shm")
+        was_there = shared.exists()
+        with suppress(sqlite3.Error):  # for whoever looks into the file that is set aside
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        self.close()
+        is_whole = was_there and not shared.exists()
+        if not is_whole and _inode_of(self.path) == self._inode:  # nobody was faster
+            self.set_aside()
 
     def close(self) -> None:
         """Close the file; `open` opens it again."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from shutil import copyfile
 
 import pytest
 
@@ -171,6 +172,67 @@ def test_deleted_file_is_written_again(path: Path, journal: SqliteJournal) -> No
 
     assert found.output_token_ids == (1, 2, 3)
     assert found.prompt_token_ids == (0, 1, 2, 3, 4)
+
+
+def left_by_a_kill(path: Path, folder: Path) -> Path:
+    """What would be there if every dsched were killed now: copies without those that hold it."""
+    folder.mkdir()
+    for file in path.parent.glob(f"{path.name}*"):
+        if not file.name.endswith("-shm"):
+            copyfile(file, folder / file.name)
+    return folder / path.name
+
+
+@pytest.mark.parametrize("is_shared_memory_lost", [False, True])
+def test_deleted_write_ahead_log_is_noticed(
+    path: Path, tmp_path: Path, journal: SqliteJournal, *, is_shared_memory_lost: bool
+) -> None:
+    """Alone: nothing is lost, for what SQLite has of it goes to the file. With the shared memory
+    beside it: the file is begun anew, with all that memory holds."""
+    open_id = serve(journal, "open", [1, 2], end=None)
+    ended_id = serve(journal, "ended", [7])
+    assert journal.flush()
+    path.with_name(path.name + "-wal").unlink()
+    if is_shared_memory_lost:
+        path.with_name(path.name + "-shm").unlink()
+    journal.record(open_id, epoch=1, first_index=2, token_ids=[3])
+    assert journal.flush()
+    journal.record(open_id, epoch=1, first_index=3, token_ids=[4])
+    assert journal.flush()
+
+    left = left_by_a_kill(path, tmp_path / "left")
+
+    (found,) = read_unfinished(left)
+    assert found.output_token_ids == (1, 2, 3, 4)
+    assert (read_request(left, ended_id) is None) is is_shared_memory_lost
+    assert path.with_name(path.name + ".damaged").exists() is is_shared_memory_lost
+    assert journal.status().is_durable
+
+
+def test_deleted_write_ahead_log_of_a_shared_file(path: Path, tmp_path: Path) -> None:
+    """All that share the file begin a new one, and none writes into what the others cannot see."""
+    journals = [SqliteJournal(path, owner=name, flush_interval_s=0.001) for name in "ab"]
+    ids = [serve(each, name, [1], end=None) for each, name in zip(journals, "ab", strict=True)]
+    ended_id = serve(journals[0], "ended", [7])
+    for journal in journals:
+        assert journal.flush()
+    path.with_name(path.name + "-wal").unlink()
+    for index in (1, 2, 3):
+        for journal, request_id in zip(journals, ids, strict=True):
+            journal.record(request_id, epoch=1, first_index=index, token_ids=[index])
+            assert journal.flush()
+
+    found = read_unfinished(left_by_a_kill(path, tmp_path / "left"))
+    for journal in journals:
+        journal.close()
+
+    assert {each.request_id: each.output_token_ids for each in found} == {
+        "a": (1, 1, 2, 3),
+        "b": (1, 1, 2, 3),
+    }
+    aside = read_request(path.with_name(path.name + ".damaged"), ended_id)
+    assert aside is not None
+    assert aside.output_token_ids == (7,)
 
 
 def test_short_request_is_one_row(path: Path) -> None:
