@@ -105,6 +105,11 @@ class AdminConfig(Section, frozen=True, kw_only=True):
     """Port to listen on; 0 chooses a free one."""
 
 
+ChatFormat = Literal["template", "deepseek-v4", "deepseek-v4.1"]
+ToolCallFormat = Literal["hermes"]
+ReasoningFormat = Literal["think"]
+
+
 class ModelConfig(Section, frozen=True, kw_only=True):
     """The model that every engine of a pool serves."""
 
@@ -114,6 +119,15 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """Folder or `tokenizer.json` file; default: what the engine says of its model."""
     chat_template: str | None = None
     """Jinja file that renders chat messages; default: the template beside the tokenizer."""
+    chat_format: ChatFormat = "template"
+    """How chats become prompts and answers become messages: by the chat template, or as DeepSeek
+    V4 and V4.1 do, with tools and reasoning; those need the extra `deepseek`."""
+    tool_call_format: ToolCallFormat | None = None
+    """Shape in which a model with a chat template writes tool calls; `hermes` is that of Hermes,
+    Qwen2.5 and Qwen3. Without it `tools` are refused."""
+    reasoning_format: ReasoningFormat | None = None
+    """Shape in which a model with a chat template writes reasoning before its answer: `think` is
+    `<think>...</think>`, which becomes `reasoning_content`. Default: it is part of the answer."""
     max_model_len: PositiveInt | None = None
     """Tokens of prompt and answer together; default: what the engine says. Below the engine's
     own value long requests are refused; above it the engine refuses them."""

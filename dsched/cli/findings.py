@@ -71,6 +71,14 @@ def _missing_extras(config: Config, has_module: Callable[[str], bool]) -> Iterat
             message="spans need the extra `otel`: pip install 'dsched[otel]'",
             level="error",
         )
+    for name, pool in sorted(config.pools.items()):
+        if pool.model.chat_format != "template" and not has_module("deepseek_recipe"):
+            yield Finding(
+                path=f"{key_path('$.pools', name)}.model.chat_format",
+                message=f"{pool.model.chat_format} needs the extra `deepseek`: "
+                "pip install 'dsched[deepseek]'",
+                level="error",
+            )
     if not config.pools and config.launch.engine != "sim":
         find = find_vllm_python if config.launch.engine == "vllm" else find_sglang_python
         try:

@@ -178,9 +178,7 @@ class Answer:
             num_output_tokens=finish.num_output_tokens,
             num_cached_tokens=finish.num_cached_tokens,
         )
-        if self._finder is not None:
-            self._emit(self._finder.flush())
-        self._succeed(finish.reason.value, usage)
+        self._succeed(self._flush(finish.reason.value), usage)
 
     def on_error(self, error: RequestError) -> None:
         if self._is_over:
@@ -318,18 +316,33 @@ class Answer:
             headers = [*STREAM_HEADERS, *self._headers]
             self._connection.start_stream(200, headers, self._format.opening() + data)
 
+    def _flush(self, reason: str) -> str:
+        """Send what was held back, now that the answer has ended; return its finish reason."""
+        if self._finder is not None:
+            self._emit(self._finder.flush())
+        return reason
+
+    def _last_delta(self) -> dict[str, Any] | None:
+        """What goes into the same event as the finish reason; `None` for plain text."""
+        return None
+
+    def _message(self) -> dict[str, Any] | None:
+        """The message of an answer without a stream; `None` if it is all text."""
+        return None
+
     def _succeed(self, reason: str, usage: Usage) -> None:
         self._num_output_tokens = usage.num_output_tokens
         self._is_over = True
         # The client first: counting can wait for the time that its bytes are on their way.
         self._send_end(reason, usage)
-        outcome = Outcome.STOP if reason == "stop" else Outcome.LENGTH
+        outcome = Outcome.LENGTH if reason == "length" else Outcome.STOP
         self._end(outcome, 200, num_cached_tokens=usage.num_cached_tokens)
 
     def _send_end(self, reason: str, usage: Usage) -> None:
         if self._is_stream:
             asked = usage if self._has_usage else None
-            last = self._format.closing(reason, asked, handoff=self._handoff)
+            delta = self._last_delta()
+            last = self._format.closing(reason, asked, handoff=self._handoff, delta=delta)
             if not self._is_started:
                 self._send(last)
                 last = b""
@@ -343,6 +356,7 @@ class Answer:
             logprobs=merged,
             token_ids=self._kept_ids,
             handoff=self._handoff,
+            message=self._message(),
         )
         headers = [(b"content-type", b"application/json"), *self._headers]
         if self._handoff is not None:

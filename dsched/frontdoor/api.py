@@ -13,6 +13,7 @@ import asyncio
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -22,12 +23,15 @@ from dsched.controller.request import ControlPlane, InferenceRequest, ModelInfo
 from dsched.drivers.wire import TraceContext
 from dsched.frontdoor.answer import Answer
 from dsched.frontdoor.connection import ClientConnection, Headers
+from dsched.frontdoor.deltas import MessageBuilder, call_id_prefix
 from dsched.frontdoor.errors import ApiError, bad_request, echo
 from dsched.frontdoor.format import AnswerFormat, LogprobWriter
 from dsched.frontdoor.heads import HttpRequest
 from dsched.frontdoor.intake import Intake, make_intake
 from dsched.frontdoor.models import ServedModel
-from dsched.frontdoor.schema import parse_chat, parse_completion
+from dsched.frontdoor.parsed_answer import ParsedAnswer
+from dsched.frontdoor.renderer import RenderedPrompt
+from dsched.frontdoor.schema import ChatBody, parse_chat, parse_completion
 from dsched.frontdoor.spans import RequestTracer
 from dsched.frontdoor.stats import MS, Api, FrontDoorMetrics, FrontDoorStats, RequestRecord
 from dsched.frontdoor.text import StopFinder
@@ -122,13 +126,13 @@ class CompletionApi:
         self._log.flush()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, call: "Call", intake: Intake, token_ids: list[int]) -> None:
+    def submit(self, call: "Call", intake: Intake, rendered: RenderedPrompt) -> None:
         """Hand a request to the controller.
 
         Raises:
             ApiError: the rendered prompt breaks a rule.
         """
-        request = intake.make_request(call.request_id, token_ids)
+        request = intake.make_request(call.request_id, rendered)
         if call.may_resume:
             request = replace(request, may_resume=True, num_client_tokens=call.num_client_tokens)
         if call.names:
@@ -146,7 +150,7 @@ class CompletionApi:
         if call.trace is not None:
             request = replace(request, trace=call.trace)
             call.headers = [*call.headers, (TRACEPARENT, call.trace.parent.encode())]
-        answer = self._make_answer(call, intake, request)
+        answer = self._make_answer(call, intake, request, rendered)
         call.connection.attach(answer)
         self._open[request.request_id] = answer
         self._stats.of(request.model).num_open += 1
@@ -169,12 +173,18 @@ class CompletionApi:
             raise ApiError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
         return served, info
 
-    def _make_answer(self, call: "Call", intake: Intake, request: InferenceRequest) -> Answer:
+    def _make_answer(
+        self, call: "Call", intake: Intake, request: InferenceRequest, rendered: RenderedPrompt
+    ) -> Answer:
         api, body, tokenizer = intake.api, intake.body, intake.served.tokenizer
         has_usage = bool(body.stream_options and body.stream_options.include_usage)
         has_logprobs = request.sampling.logprobs is not None
         prefix = "cmpl" if api is Api.COMPLETIONS else "chatcmpl"
-        return Answer(
+        make: Callable[..., Answer] = Answer
+        if rendered.make_parser is not None:
+            builder = _make_builder(intake, request)
+            make = partial(ParsedAnswer, builder=builder, make_parser=rendered.make_parser)
+        return make(
             connection=call.connection,
             control=self._control,
             clock=self._clock,
@@ -223,7 +233,7 @@ class CompletionApi:
         self._num_rendering += 1
         future = asyncio.get_running_loop().run_in_executor(self._threads, intake.render)
 
-        def rendered(future: "asyncio.Future[list[int]]") -> None:
+        def rendered(future: "asyncio.Future[RenderedPrompt]") -> None:
             self._num_rendering -= 1
             if future.cancelled():
                 return
@@ -321,6 +331,13 @@ class Call:
 
     def on_writable(self) -> None:
         pass
+
+
+def _make_builder(intake: Intake, request: InferenceRequest) -> MessageBuilder:
+    body = intake.body
+    is_single = isinstance(body, ChatBody) and body.parallel_tool_calls is False
+    prefix = call_id_prefix(request.request_id, request.prompt_token_ids)
+    return MessageBuilder(prefix, max_calls=1 if is_single else None)
 
 
 def _call_soon(function: Callable[[], None]) -> None:

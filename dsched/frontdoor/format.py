@@ -28,14 +28,19 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
+    num_reasoning_tokens: int | None = None
+    """Part of the output tokens; `None` where reasoning is not told apart."""
 
     def document(self) -> dict[str, Any]:
-        return {
+        document: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+        if self.num_reasoning_tokens is not None:
+            document["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        return document
 
 
 class AnswerFormat:
@@ -121,14 +126,44 @@ class AnswerFormat:
             )
         )
 
+    def delta_event(
+        self,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None,
+        token_ids: Sequence[int] | None,
+    ) -> bytes:
+        """Return the event of a piece of a parsed answer."""
+        ids = b"" if token_ids is None else b',"token_ids":' + encode_json(token_ids)
+        return b"".join(
+            (
+                self._base,
+                b'{"index":0,"delta":',
+                encode_json(delta),
+                b',"logprobs":',
+                encode_json(logprobs),
+                b',"finish_reason":null',
+                ids,
+                self._tail,
+            )
+        )
+
     def closing(
-        self, reason: str, usage: Usage | None, *, handoff: dict[str, Any] | None = None
+        self,
+        reason: str,
+        usage: Usage | None,
+        *,
+        handoff: dict[str, Any] | None = None,
+        delta: dict[str, Any] | None = None,
     ) -> bytes:
         """Return the last events: the reason, the usage if it was asked for, and the end mark.
 
         `handoff` says in the event of the reason what the client may rely on after a lost engine.
+        `delta` is the end of a parsed answer, in the same event: a client has both or neither.
         """
         empty = b'{"index":0,"delta":{}' if self._api is Api.CHAT else b'{"index":0,"text":""'
+        if delta is not None:
+            empty = b'{"index":0,"delta":' + encode_json(delta)
         finish = b',"logprobs":null,"finish_reason":"%b"' % reason.encode()
         tail = self._tail
         if handoff is not None:
@@ -148,11 +183,14 @@ class AnswerFormat:
         logprobs: dict[str, Any] | None,
         token_ids: Sequence[int] | None,
         handoff: dict[str, Any] | None = None,
+        message: dict[str, Any] | None = None,
     ) -> bytes:
-        """Return the whole answer of a request without a stream."""
+        """Return the whole answer of a request without a stream; `message` is a parsed one."""
         is_chat = self._api is Api.CHAT
         choice: dict[str, Any] = {"index": 0}
-        if is_chat:
+        if message is not None:
+            choice["message"] = message
+        elif is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text

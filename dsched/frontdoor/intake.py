@@ -22,16 +22,16 @@ from dsched.controller.request import InferenceRequest, ModelInfo
 from dsched.drivers.wire import SamplingParams
 from dsched.frontdoor.errors import bad_request, echo
 from dsched.frontdoor.models import ServedModel
+from dsched.frontdoor.renderer import RenderedPrompt
 from dsched.frontdoor.schema import (
     ChatBody,
-    ChatMessage,
     CompletionBody,
     SamplingFields,
     single_prompt,
     stop_strings,
-    text_of,
 )
 from dsched.frontdoor.stats import Api
+from dsched.frontdoor.tools import check_tools, num_chars
 from dsched.ids import DpRank, RequestId
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -51,8 +51,8 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     body: CompletionBody | ChatBody
     served: ServedModel
     info: ModelInfo
-    prompt: str | list[int] | list[dict[str, Any]]
-    """Text or token ids of a completion, messages of a chat."""
+    prompt: str | list[int]
+    """Text or token ids of a completion; of a chat nothing."""
     stops: tuple[str, ...]
     pinned_dp_rank: DpRank | None
 
@@ -62,26 +62,30 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if isinstance(self.prompt, str):
             return len(self.prompt)
         if isinstance(self.body, ChatBody):
-            return sum(len(text_of(message)) for message in self.body.messages)
+            return num_chars(self.body)
         return 0
 
-    def render(self) -> list[int]:
-        """Return the prompt's token ids. O(`num_chars`); may run on any thread."""
-        renderer = self.served.renderer
-        if isinstance(self.prompt, str):
-            return renderer.encode_text(self.prompt)
-        if isinstance(self.body, ChatBody):
-            args = self.body.chat_template_kwargs or {}
-            return renderer.encode_chat(self.prompt, template_args=args)  # type: ignore[arg-type]
-        return self.prompt  # type: ignore[return-value]
+    def render(self) -> RenderedPrompt:
+        """Return the prompt in tokens. O(`num_chars`); may run on any thread.
 
-    def make_request(self, request_id: RequestId, token_ids: list[int]) -> InferenceRequest:
+        Raises:
+            ApiError: 400 when the model's format cannot hold the messages.
+        """
+        renderer = self.served.renderer
+        if isinstance(self.body, ChatBody):
+            return renderer.render_chat(self.body)
+        if isinstance(self.prompt, str):
+            return RenderedPrompt(token_ids=renderer.encode_text(self.prompt))
+        return RenderedPrompt(token_ids=self.prompt)
+
+    def make_request(self, request_id: RequestId, rendered: RenderedPrompt) -> InferenceRequest:
         """Check the rendered prompt and return what the controller takes.
 
         Raises:
             ApiError: 400 for a prompt that is empty, too long or outside the vocabulary.
         """
         field = "messages" if self.api is Api.CHAT else "prompt"
+        token_ids = rendered.token_ids
         if not token_ids:
             raise bad_request(f"{field} holds no token", param=field)
         if isinstance(self.prompt, list) and self.api is Api.COMPLETIONS:
@@ -90,14 +94,15 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             request_id=request_id,
             model=self.body.model,
             prompt_token_ids=tuple(token_ids),
-            sampling=self._sampling(len(token_ids), field),
+            sampling=self._sampling(rendered, field),
             pinned_dp_rank=self.pinned_dp_rank,
             priority=self.body.priority or 0,
         )
 
-    def _sampling(self, num_prompt_tokens: int, field: str) -> SamplingParams:
+    def _sampling(self, rendered: RenderedPrompt, field: str) -> SamplingParams:
         body, can = self.body, self.info.capabilities
-        max_tokens = self._max_tokens(num_prompt_tokens, field)
+        max_tokens = self._max_tokens(len(rendered.token_ids), field)
+        stated = rendered.temperature, rendered.top_p
         min_tokens = body.min_tokens or 0
         if min_tokens > max_tokens:
             message = f"min_tokens {min_tokens} is above the {max_tokens} tokens of the answer"
@@ -105,8 +110,8 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
+            temperature=body.temperature if stated[0] is None else stated[0],
+            top_p=body.top_p if stated[1] is None else stated[1],
             top_k=None if body.top_k == -1 else body.top_k,
             min_p=body.min_p,
             seed=body.seed if can.can_seed else None,
@@ -154,10 +159,10 @@ def make_intake(
     Raises:
         ApiError: 400 with the name of the field.
     """
-    prompt: str | list[int] | list[dict[str, Any]]
+    prompt: str | list[int] = []
     if isinstance(body, ChatBody):
-        _check_tools(body)
-        prompt = [_template_message(message) for message in body.messages]
+        check_tools(body)
+        served.renderer.check_chat(body)
     else:
         prompt = single_prompt(body.prompt)
     _check_capabilities(body, info)
@@ -204,15 +209,6 @@ def check_token_ids(token_ids: list[int], *, vocab_size: int | None, param: str)
             raise bad_request(f"{param}: token id {shown} {rule}", param=param)
 
 
-def _check_tools(body: ChatBody) -> None:
-    for name, value in (("tools", body.tools), ("functions", body.functions)):
-        if value:
-            raise bad_request(f"{name}: this model's calls cannot be parsed", param=name)
-    for name, choice in (("tool_choice", body.tool_choice), ("function_call", body.function_call)):
-        if choice not in (None, "none", "auto"):
-            raise bad_request(f"{name} needs tools", param=name)
-
-
 def _check_capabilities(body: SamplingFields, info: ModelInfo) -> None:
     can = info.capabilities
     if body.response_format is not None and body.response_format.type != "text":
@@ -255,14 +251,3 @@ def _structured_output(body: SamplingFields) -> dict[str, Any] | None:
     if wanted.json_schema is not None:
         value["json_schema"] = wanted.json_schema
     return value
-
-
-def _template_message(message: ChatMessage) -> dict[str, Any]:
-    """Return a message as chat templates read it: text instead of parts, no empty fields."""
-    role = "system" if message.role == "developer" else message.role
-    values: dict[str, Any] = {"role": role, "content": text_of(message)}
-    for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
-        value = getattr(message, name)
-        if value is not None:
-            values[name] = value
-    return values

@@ -6,6 +6,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from dsched.clock import wall_time_s
+from dsched.config import ModelConfig
+from dsched.errors import ConfigError
+from dsched.frontdoor.deepseek import DeepseekRenderer
 from dsched.frontdoor.renderer import Renderer, load_renderer, load_tokenizer
 from dsched.frontdoor.text import TokenTexts
 
@@ -26,13 +29,31 @@ class ServedModel:
 
 
 def load_model(
-    name: str, tokenizer_path: Path, *, template_path: Path | None = None
+    name: str, tokenizer_path: Path, *, config: ModelConfig | None = None
 ) -> ServedModel:
-    """Read a model's tokenizer and chat template from its folder or `tokenizer.json`.
+    """Read a model's tokenizer and chat template from its folder or `tokenizer.json`; `config` says
+    how its chats are rendered and read.
 
     Raises:
-        ConfigError: a file is missing or cannot be used.
+        ConfigError: a file is missing or cannot be used, or keys contradict each other.
     """
     tokenizer = load_tokenizer(tokenizer_path)
-    renderer = load_renderer(tokenizer_path, tokenizer, template_path=template_path)
-    return ServedModel(name=name, tokenizer=tokenizer, renderer=renderer)
+    config = config or ModelConfig(name=name)
+    return ServedModel(
+        name=name, tokenizer=tokenizer, renderer=_make_renderer(tokenizer_path, tokenizer, config)
+    )
+
+
+def _make_renderer(path: Path, tokenizer: Tokenizer, config: ModelConfig) -> Renderer:
+    if config.chat_format == "template":
+        return load_renderer(
+            path,
+            tokenizer,
+            template_path=Path(config.chat_template) if config.chat_template else None,
+            tool_call_format=config.tool_call_format,
+            reasoning_format=config.reasoning_format,
+        )
+    for key in ("chat_template", "tool_call_format", "reasoning_format"):
+        if getattr(config, key) is not None:
+            raise ConfigError(f"{key}: has no meaning with chat_format {config.chat_format}")
+    return DeepseekRenderer(tokenizer, chat_format=config.chat_format)

@@ -13,6 +13,7 @@ A prompt of `/v1/completions` is the client's own template: there, spellings do 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
@@ -21,8 +22,14 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from dsched.config import ReasoningFormat, ToolCallFormat
 from dsched.errors import ConfigError
+from dsched.frontdoor.deltas import MakeParser, MessageBuilder
 from dsched.frontdoor.errors import bad_request
+from dsched.frontdoor.hermes import THINK_START, TextParser, TextReader, special_markers
+from dsched.frontdoor.schema import ChatBody
+from dsched.frontdoor.text import Detokenizer, StopFinder
+from dsched.frontdoor.tools import asks_for_json, offered_tools, template_message
 
 DEFAULT_CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -48,6 +55,19 @@ _TEMPLATE_FAILURES = (
 """What a template raises over messages that it was not made for."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedPrompt:
+    """A prompt in tokens, and what the model's format says of its answer."""
+
+    token_ids: list[int]
+    make_parser: MakeParser | None = None
+    """Reads the answer; `None` if it is all text."""
+    temperature: float | None = None
+    """Goes before the request's."""
+    top_p: float | None = None
+    """Goes before the request's."""
+
+
 class Renderer(Protocol):
     """Makes token ids of one model's requests. Called from several threads at once."""
 
@@ -55,9 +75,15 @@ class Renderer(Protocol):
         """Return the ids of a prompt as `/v1/completions` gets it, special tokens included."""
         ...
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, template_args: Mapping[str, Any]
-    ) -> list[int]:
+    def check_chat(self, body: ChatBody) -> None:
+        """Refuse what this model's format cannot honour. O(1).
+
+        Raises:
+            ApiError: 400 with the name of the field.
+        """
+        ...
+
+    def render_chat(self, body: ChatBody) -> RenderedPrompt:
         """Return the ids of a chat, up to where the assistant's answer begins.
 
         Raises:
@@ -75,12 +101,18 @@ class TemplateRenderer:
         *,
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        tool_call_format: ToolCallFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
     ) -> None:
-        """Compile `chat_template`; `special_tokens` are its variables, as `bos_token`.
+        """Compile `chat_template`; `special_tokens` are its variables, as `bos_token`. Answers are
+        read by `tool_call_format` and `reasoning_format`; without, they are all text.
 
         Raises:
             ConfigError: the template is not valid Jinja.
         """
+        self._tool_call_format = tool_call_format
+        self._has_reasoning = reasoning_format is not None
+        self._marker_texts = special_markers(tokenizer)
         self._tokenizer = tokenizer
         self._plain = Tokenizer.from_str(tokenizer.to_str())
         self._plain.encode_special_tokens = True
@@ -95,13 +127,87 @@ class TemplateRenderer:
         self._control = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def encode_text(self, text: str) -> list[int]:
-        return _encode(self._tokenizer, text, add_special_tokens=True)
+        return encode_prompt(self._tokenizer, text)
+
+    def check_chat(self, body: ChatBody) -> None:
+        if offered_tools(body) is None:
+            return
+        if self._tool_call_format is None:
+            rule = "set the model's tool_call_format to the shape in which it writes calls"
+            raise bad_request(f"tools: this model's calls are not read; {rule}", param="tools")
+        if body.tool_choice not in (None, "auto"):
+            rule = "only 'auto' and 'none' can be honoured"
+            raise bad_request(f"tool_choice: {rule} by this model", param="tool_choice")
+        if asks_for_json(body):
+            rule = "the answer's grammar would rule calls out"
+            raise bad_request(f"response_format with tools: {rule}", param="response_format")
+
+    def render_chat(self, body: ChatBody) -> RenderedPrompt:
+        messages = [template_message(*each) for each in enumerate(body.messages)]
+        tools = offered_tools(body)
+        args = body.chat_template_kwargs or {}
+        rendered, mark, spellings = self._fill(messages, tools, args)
+        make_parser = None
+        if tools is not None or self._has_reasoning:
+            make_parser = self._parser_maker(
+                has_calls=tools is not None,
+                is_in_reasoning=rendered.rstrip().endswith(THINK_START),
+            )
+        return RenderedPrompt(
+            token_ids=self._encode_marked(rendered, mark, spellings), make_parser=make_parser
+        )
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, template_args: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template_args: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        marked, mark, spellings = self._mark(messages)
-        rendered = self._render(marked, template_args)
+        """Return the ids of messages as templates read them.
+
+        Raises:
+            ApiError: 400 when the template refuses them.
+        """
+        return self._encode_marked(*self._fill(messages, tools, template_args))
+
+    def _parser_maker(self, *, has_calls: bool, is_in_reasoning: bool) -> MakeParser:
+        def make_parser(
+            builder: MessageBuilder,
+            detokenizer: Detokenizer,
+            finder: StopFinder | None,
+            min_tokens: int,
+        ) -> TextParser:
+            reader = TextReader(
+                builder,
+                has_calls=has_calls,
+                has_reasoning=self._has_reasoning,
+                is_in_reasoning=is_in_reasoning,
+            )
+            return TextParser(
+                builder,
+                reader,
+                detokenizer=detokenizer,
+                finder=finder,
+                min_tokens=min_tokens,
+                marker_texts=self._marker_texts,
+                has_reasoning=self._has_reasoning,
+            )
+
+        return make_parser
+
+    def _fill(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_args: Mapping[str, Any],
+    ) -> tuple[str, str | None, list[str]]:
+        """Fill the template; return the text, and the mark with the control spellings that marks
+        stand for."""
+        (messages, tools), mark, spellings = self._mark((messages, tools))
+        return self._render(messages, tools, template_args), mark, spellings
+
+    def _encode_marked(self, rendered: str, mark: str | None, spellings: list[str]) -> list[int]:
         if mark is None:
             return _encode(self._tokenizer, rendered, add_special_tokens=False)
         ids: list[int] = []
@@ -113,13 +219,11 @@ class TemplateRenderer:
                 ids += _encode(self._tokenizer, piece, add_special_tokens=False)
         return ids
 
-    def _mark(
-        self, messages: Sequence[Mapping[str, Any]]
-    ) -> tuple[Sequence[Mapping[str, Any]], str | None, list[str]]:
-        """Replace control spellings in `messages`; `None` for the mark when there are none."""
-        texts = list(_strings(messages))
+    def _mark(self, values: "_Json") -> tuple["_Json", str | None, list[str]]:
+        """Replace control spellings in `values`; `None` for the mark when there are none."""
+        texts = list(_strings(values))
         if self._control is None or not any(map(self._control.search, texts)):
-            return messages, None, []
+            return values, None, []
         used = set().union(*texts)
         mark = next(chr(code) for code in _PRIVATE_USE if chr(code) not in used)
         spellings: list[str] = []
@@ -129,14 +233,19 @@ class TemplateRenderer:
             return f"{mark}{len(spellings) - 1}{mark}"
 
         control = self._control
-        marked = _map_strings(messages, lambda text: control.sub(replace, text))
+        marked = _map_strings(values, lambda text: control.sub(replace, text))
         return marked, mark, spellings
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_args: Mapping[str, Any],
     ) -> str:
         variables = {**template_args, **self._variables}
         variables |= {"messages": messages, "add_generation_prompt": True}
+        if tools is not None:
+            variables["tools"] = tools
         variables.setdefault("tools", None)
         try:
             return self._template.render(variables)
@@ -145,6 +254,11 @@ class TemplateRenderer:
             # made for, so the client has to act.
             rule = f"the model's chat template refused the messages: {error}"
             raise bad_request(rule, param="messages") from error
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text that stands for itself, special tokens included."""
+    return _encode(tokenizer, text, add_special_tokens=True)
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -175,11 +289,17 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def load_renderer(
-    path: Path, tokenizer: Tokenizer, *, template_path: Path | None = None
+    path: Path,
+    tokenizer: Tokenizer,
+    *,
+    template_path: Path | None = None,
+    tool_call_format: ToolCallFormat | None = None,
+    reasoning_format: ReasoningFormat | None = None,
 ) -> TemplateRenderer:
     """Make a renderer from a model folder's `tokenizer_config.json` and `chat_template.jinja`.
 
-    `template_path` goes before both; without any template the default is ChatML.
+    `template_path` goes before both; without any template the default is ChatML. For the formats
+    see `TemplateRenderer`.
 
     Raises:
         ConfigError: a file cannot be read, or the template is not valid.
@@ -195,7 +315,11 @@ def load_renderer(
     except (OSError, ValueError) as error:
         raise ConfigError(f"chat template of {folder}: {error}") from error
     return TemplateRenderer(
-        tokenizer, chat_template=template, special_tokens=_special_tokens(config)
+        tokenizer,
+        chat_template=template,
+        special_tokens=_special_tokens(config),
+        tool_call_format=tool_call_format,
+        reasoning_format=reasoning_format,
     )
 
 
@@ -227,9 +351,22 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
+def _to_json(
+    value: object,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    *,
+    ensure_ascii: bool = False,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes for HTML, which models are not trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -237,11 +374,11 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strings(value: object) -> list[str]:
-    """All texts inside a JSON value."""
+    """All texts inside a JSON value, keys included."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
-        return [text for item in value.values() for text in _strings(item)]
+        return [text for pair in value.items() for item in pair for text in _strings(item)]
     if isinstance(value, Sequence):
         return [text for item in value for text in _strings(item)]
     return []
@@ -251,7 +388,8 @@ _Json = TypeVar("_Json")
 
 
 def _map_strings(value: _Json, change: Callable[[str], str]) -> _Json:
-    """Return `value` with every text inside it changed; keys stay."""
+    """Return `value` with every text inside it changed, keys included: those of a tool's schema
+    and of a call's arguments are the client's."""
     return cast(_Json, _mapped(value, change))
 
 
@@ -259,7 +397,7 @@ def _mapped(value: object, change: Callable[[str], str]) -> object:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _mapped(item, change) for key, item in value.items()}
+        return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [_mapped(item, change) for item in value]
     return value

@@ -84,18 +84,20 @@ class CompletionBody(SamplingFields, kw_only=True):
     best_of: int | None = None
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
+class ContentPart(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str
     text: str | None = None
 
 
-class ChatMessage(msgspec.Struct, kw_only=True):
+class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    prefix: bool | None = None
+    """DeepSeek's: the answer goes on where this last message ends."""
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -109,7 +111,10 @@ class ChatBody(SamplingFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 _Body = TypeVar("_Body")

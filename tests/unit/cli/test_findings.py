@@ -67,6 +67,12 @@ def test_missing_extras_are_named_with_their_remedy(tmp_path: Path) -> None:
     missing = tmp_path / "python"
     (engine,) = findings_of(f"launch: {{engine: vllm, model: tiny, python: '{missing}'}}")
 
+    engines = "{url: 'http://a'}, {url: 'http://b'}"
+    chat = config_of(engines, model="{name: m, chat_format: deepseek-v4.1}")
+    (deepseek,) = findings_of(chat, has_module={}.get)
+
+    assert (deepseek.path, deepseek.level) == ("$.pools.main.model.chat_format", "error")
+    assert "pip install 'dsched[deepseek]'" in deepseek.message
     assert (otel.path, otel.level) == ("$.otel.endpoint", "error")
     assert "pip install 'dsched[otel]'" in otel.message
     assert (engine.path, engine.level) == ("$.launch.engine", "error")
