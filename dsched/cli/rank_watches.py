@@ -71,5 +71,5 @@ def vllm_groups(fleet: Fleet) -> dict[str, list[EngineId]]:
 
 def _say_if_it_failed(task: "asyncio.Task[None]") -> None:
     """A fault of ours ends the watch and nothing else; it must not do so unheard."""
-    if not task.cancelled() and (error := task.exception()) is not None:
+    if not task.cancelled() and isinstance(error := task.exception(), Exception):
         log.error("ranks.watch_failed", reason=repr(error))

@@ -105,5 +105,5 @@ async def on_daemon_thread(function: Callable[[], Result]) -> Result:
 
 def _say_if_it_failed(task: "asyncio.Task[None]") -> None:
     """A fault of ours ends rebalancing and nothing else; it must not do so unheard."""
-    if not task.cancelled() and (error := task.exception()) is not None:
+    if not task.cancelled() and isinstance(error := task.exception(), Exception):
         log.error("placement.task_failed", reason=repr(error))

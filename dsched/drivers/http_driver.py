@@ -346,7 +346,7 @@ class HttpDriver:
             self._watch.wake()
 
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
             log.error("watch.failed", engine_id=self._engine_id, reason=repr(error))
             self.on_down(f"its watch failed: {error!r}")
 

@@ -156,8 +156,11 @@ class RegistryMember:
 
 
 def _say_if_it_failed(task: "asyncio.Task[None]") -> None:
-    """A fault of ours ends one of the tasks and nothing else; it must not do so unheard."""
-    if not task.cancelled() and (error := task.exception()) is not None:
+    """A fault of ours ends one of the tasks and nothing else; it must not do so unheard.
+
+    A second Ctrl-C, which ends the process wherever it is, is none.
+    """
+    if not task.cancelled() and isinstance(error := task.exception(), Exception):
         log.error("registry.task_failed", reason=repr(error))
 
 

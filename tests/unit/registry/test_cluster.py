@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from dsched.cli.service import find_peers
 from dsched.clock import ManualClock, SystemClock
@@ -279,6 +281,40 @@ async def test_member_registers_leads_and_leaves(tmp_path: Path) -> None:
     ]
     assert view.leader == LeaderRow(instance_id="me", epoch=epoch)
     assert after.entries == ()
+
+
+@pytest.mark.parametrize(
+    ("error", "num_told"), [(KeyboardInterrupt(), 0), (ZeroDivisionError("ours"), 1)]
+)
+def test_a_fault_is_told_and_a_second_interrupt_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, num_told: int
+) -> None:
+    """A second Ctrl-C comes up in whatever task runs just then, and ends the process."""
+    config = Config(registry=RegistryConfig(url=f"sqlite:///{tmp_path / 'r.sqlite3'}"))
+
+    async def scenario() -> None:
+        member = RegistryMember(config, clock=SystemClock(), instance_id="me")
+
+        failed = asyncio.Event()
+
+        async def fail() -> None:
+            failed.set()
+            raise error
+
+        monkeypatch.setattr(member.cluster, "run", fail)
+        member.start(instance=instance("me"), engines=list)
+        await failed.wait()
+        await asyncio.sleep(0)
+        await member.stop()
+        await member.close()
+
+    is_interrupted = isinstance(error, KeyboardInterrupt)
+    ends = pytest.raises(KeyboardInterrupt) if is_interrupted else nullcontext()
+    with capture_logs() as logs, ends:
+        asyncio.run(scenario())
+
+    told = [each["reason"] for each in logs if each["event"] == "registry.task_failed"]
+    assert told == ["ZeroDivisionError('ours')"] * num_told
 
 
 async def test_conflicts_of_other_processes_are_seen(tmp_path: Path) -> None:
