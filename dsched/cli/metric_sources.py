@@ -163,6 +163,7 @@ def _rank_values(rank: RankStatus) -> dict[str, float | None]:
         "dsched_rank_kv_tokens": rank.num_kv_tokens,
         "dsched_rank_kv_capacity_tokens": rank.kv_capacity_tokens,
         "dsched_rank_step_seconds": rank.step_ns / NS_PER_S,
+        "dsched_rank_time_factor": rank.time_factor,
         "dsched_rank_report_age_seconds": None if age_ns is None else age_ns / NS_PER_S,
         "dsched_rank_dispatched_total": rank.num_dispatched,
     }

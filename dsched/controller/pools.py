@@ -1,5 +1,6 @@
 """One pool as the controller keeps it: its ranks' load, its lost requests, and what it may run."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +11,7 @@ from dsched.controller.spare import SpareGate
 from dsched.costs.presets import load_cost_models
 from dsched.drivers.wire import RankReport
 from dsched.faults import PoolSpec
-from dsched.ids import RankId
+from dsched.ids import EngineId, RankId
 from dsched.routing import DecodeRouter, PrefillRouter, ReportOutcome
 from dsched.states import PoolRole, RankState
 from dsched.trace import Recorder
@@ -113,6 +114,7 @@ def make_pool(
             router_index=settings.router_index,
             num_routers=settings.num_routers,
             is_synchronised=is_one_group(spec),
+            engines_in_groups=_engines_in_groups(spec),
             request_ns=settings.request_cost_ns,
             kv_token_ns=settings.kv_token_cost_ns,
             max_held_requests=settings.max_held_requests,
@@ -134,6 +136,12 @@ def is_one_group(spec: PoolSpec) -> bool:
     """Whether the ranks of the pool step together: they are one EP group that decodes."""
     groups = {engine.group for engine in spec.engines}
     return len(groups) == 1 and spec.role is not PoolRole.PREFILL
+
+
+def _engines_in_groups(spec: PoolSpec) -> list[EngineId]:
+    """Engines that share their EP group, and so their steps, with another engine."""
+    sizes = Counter(engine.group for engine in spec.engines)
+    return [engine.engine_id for engine in spec.engines if sizes[engine.group] > 1]
 
 
 def _make_prefill_router(settings: ControllerSettings) -> PrefillRouter:

@@ -122,5 +122,6 @@ def _candidate(
         kv_capacity_tokens=load.kv_capacity_tokens,
         num_cached_tokens=cached_tokens.get(load.rank_id, 0),
         cost_ns=request_ns * (num_running + 1)
-        + kv_token_ns * (num_kv_tokens + request.num_prompt_tokens),
+        + kv_token_ns * (num_kv_tokens + request.num_prompt_tokens)
+        + router.more_base_ns(rank),
     )

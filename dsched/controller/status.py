@@ -25,6 +25,9 @@ class RankStatus:
     step_ns: int
     report_age_ns: int | None
     num_dispatched: int
+    time_factor: float = 1.0
+    """Step time of its engine over that of the pool's middle engine at equal load, as routing
+    prices it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ def _rank_status(
     num_running = num_kv_tokens = 0
     capacity: int | None = None
     age_ns: int | None = None
+    time_factor = 1.0
     if rank is not None:
         load = router.load_of(rank)
         num_running = load.num_own_running + load.num_other_running
@@ -80,6 +84,7 @@ def _rank_status(
         if load.kv_capacity_tokens != UNKNOWN_CAPACITY:
             capacity = load.kv_capacity_tokens
         age_ns = router.report_age_ns(rank, now_ns)
+        time_factor = router.time_factor(rank)
     return RankStatus(
         dp_rank=rank_id.dp_rank,
         state=record.rank_state(rank_id.dp_rank),
@@ -90,4 +95,5 @@ def _rank_status(
         step_ns=report.step_ns if report else 0,
         report_age_ns=age_ns,
         num_dispatched=state.counts.dispatched.get(rank_id, 0),
+        time_factor=time_factor,
     )

@@ -178,6 +178,13 @@ _METRICS = (
     _gauge("dsched_rank_kv_capacity_tokens", "KV tokens a DP rank holds.", "engine", "dp_rank"),
     _gauge("dsched_rank_step_seconds", "Duration of a DP rank's last step.", "engine", "dp_rank"),
     _gauge(
+        "dsched_rank_time_factor",
+        "Step time of a DP rank's engine over that of its pool's middle engine at the same load, "
+        "as routing prices it; 1 while no difference is sure.",
+        "engine",
+        "dp_rank",
+    ),
+    _gauge(
         "dsched_rank_report_age_seconds",
         "Age of a DP rank's last load report; missing before the first.",
         "engine",

@@ -24,18 +24,21 @@ from numba import njit
 from numpy.typing import NDArray
 
 from dsched.drivers.wire import RankReport
-from dsched.routing.kernels import BASE_NS, KV_TOKEN_NS, REQUEST_NS
+from dsched.ids import EngineId
+from dsched.routing.kernels import KV_TOKEN_NS, REQUEST_NS
+from dsched.routing.time_factors import TimeFactors
 
 FORGETTING = 0.9999
 """Weight of a step against the next: a memory of some 10 000 steps, minutes. Lower: follows noise
 where the load hardly varies. Higher: slow to follow a change."""
 RELATIVE_NOISE = 0.02
 """Expected scatter of a step's time."""
-PRIOR_DEVIATIONS = (0.05, 0.05, 2.0)
+PRIOR_DEVIATIONS = (2.0, 0.05, 2.0)
 """How far a, b and c may be from the start without evidence. In a level group a and b cannot be
-told apart (every rank runs about as many requests), so they hold to what they were unless much
-speaks against it; c differs most between models and is the one that is worth learning. With 0.3
-for a and b, one seed in five lost 1 to 3 points on chat traffic to noise in b."""
+told apart (every rank runs about as many requests), so b holds to what it was unless much speaks
+against it: with 0.3, one seed in five lost 1 to 3 points on chat traffic to noise in b. a is free,
+for nobody knows it: held, what a base is longer than the start goes into c. c differs most between
+models and is worth learning."""
 MIN_FACTOR = 0.02
 MAX_FACTOR = 50.0
 MAX_RELATIVE_ERROR = 0.5
@@ -45,6 +48,9 @@ MAX_DECODE_TOKENS = 8
 has computed a prompt, also one that was whole when the step ended and waits no more. Lower: steps
 of speculative decoding teach nothing. Higher: short prompts are taken for KV tokens that cost
 much."""
+NO_ENGINE = EngineId("")
+MAX_STEP_NS = 3_600_000_000_000
+"""No step takes an hour."""
 MIN_STEPS = 50
 """Steps before the learned prices are used and outliers are judged."""
 SOLVE_EVERY = 25
@@ -152,7 +158,7 @@ def fit_if_due(
 
 
 class StepPrices:
-    """Prices a, b, c of one kind of rank, corrected while in use."""
+    """Prices a, b, c of one kind of rank, corrected while in use by the steps of all of them."""
 
     def __init__(self, *, base_ns: float, request_ns: float, kv_token_ns: float) -> None:
         start = np.array([base_ns, request_ns, kv_token_ns], np.float64)
@@ -164,7 +170,8 @@ class StepPrices:
         self._factors = np.ones(3)
         self._sums = np.zeros((3, 3))
         self._targets = np.zeros(3)
-        self._outliers = 0
+        self._outliers: dict[EngineId, int] = {}
+        """Outliers of each engine in a row."""
         self.num_steps = 0
         """Steps learned from."""
         self.num_skipped = 0
@@ -178,22 +185,29 @@ class StepPrices:
         return self._start * self._factors
 
     def observe(
-        self, *, step_ns: float, num_running: NDArray[np.int64], num_kv_tokens: NDArray[np.int64]
+        self,
+        *,
+        step_ns: float,
+        num_running: NDArray[np.int64],
+        num_kv_tokens: NDArray[np.int64],
+        engine_id: EngineId = NO_ENGINE,
+        factor: float = 1.0,
     ) -> bool:
         """Learn from a step of a group of D ranks with `num_running` [D], `num_kv_tokens` [D].
 
-        Returns whether the step was used. Never raises for a time that cannot be.
+        `factor` is how much longer steps of this engine take than the prices say; outliers count
+        in a row of one engine. Returns whether the step was used. Never raises for a time that
+        cannot be.
         """
-        if not (np.isfinite(step_ns) and step_ns > 0.0) or len(num_running) == 0:
+        if not is_step_time(step_ns) or len(num_running) == 0:
             self.num_skipped += 1
             return False
-        now = self._start * self._factors
-        costs = now[REQUEST_NS] * num_running + now[KV_TOKEN_NS] * num_kv_tokens
-        slowest = int(np.argmax(costs))
+        step_ns /= factor
+        slowest = self.slowest(num_running, num_kv_tokens)
         parts = self._start.copy()
         parts[REQUEST_NS] *= num_running[slowest]
         parts[KV_TOKEN_NS] *= num_kv_tokens[slowest]
-        if self._is_outlier(step_ns, float(now[BASE_NS] + costs[slowest])):
+        if self._is_outlier(engine_id, step_ns, float((parts * self._factors).sum())):
             self.num_skipped += 1
             return False
         learn_step(self._sums, self._targets, parts, step_ns)
@@ -201,14 +215,24 @@ class StepPrices:
         fit_if_due(self._sums, self._targets, self._factors, self.num_steps)
         return True
 
-    def _is_outlier(self, step_ns: float, predicted_ns: float) -> bool:
+    def slowest(self, num_running: NDArray[np.int64], num_kv_tokens: NDArray[np.int64]) -> int:
+        """Say which rank of a group sets its step, by the prices learned so far."""
+        now = self._start * self._factors
+        return int(np.argmax(now[REQUEST_NS] * num_running + now[KV_TOKEN_NS] * num_kv_tokens))
+
+    def _is_outlier(self, engine_id: EngineId, step_ns: float, predicted_ns: float) -> bool:
         if self.num_steps < MIN_STEPS:
             return False
         if abs(step_ns - predicted_ns) <= MAX_RELATIVE_ERROR * predicted_ns:
-            self._outliers = 0
+            self._outliers[engine_id] = 0
             return False
-        self._outliers += 1
-        return self._outliers < OUTLIERS_IN_A_ROW
+        self._outliers[engine_id] = self._outliers.get(engine_id, 0) + 1
+        return self._outliers[engine_id] < OUTLIERS_IN_A_ROW
+
+
+def is_step_time(step_ns: float) -> bool:
+    """Whether a step can have taken so long."""
+    return 0.0 < step_ns <= MAX_STEP_NS
 
 
 class EngineSteps:
@@ -219,8 +243,17 @@ class EngineSteps:
     computed: they cost what prefill costs, and engines that are alike would learn prices apart.
     """
 
-    def __init__(self, *, base_ns: float, request_ns: float, kv_token_ns: float) -> None:
-        self._prices = StepPrices(base_ns=base_ns, request_ns=request_ns, kv_token_ns=kv_token_ns)
+    def __init__(
+        self,
+        prices: StepPrices,
+        *,
+        engine_id: EngineId = NO_ENGINE,
+        factors: TimeFactors | None = None,
+    ) -> None:
+        """`prices` and `factors` are those of the pool; `None`: no engine is told from another."""
+        self._prices = prices
+        self._engine_id = engine_id
+        self._factors = factors
         self._position: dict[int, int] = {}
         self._running = np.zeros(0, np.int64)
         self._kv = np.zeros(0, np.int64)
@@ -233,8 +266,8 @@ class EngineSteps:
         """Rank numbers that have reported, in order of their first report."""
         return list(self._position)
 
-    def apply_report(self, rank: int, report: RankReport) -> NDArray[np.float64] | None:
-        """Learn from a report; return the prices [3] if they are calibrated."""
+    def apply_report(self, rank: int, report: RankReport) -> bool:
+        """Learn from a report; return whether prices or factors may be others now."""
         position = self._position.get(rank)
         if position is None:
             position = self._position[rank] = len(self._position)
@@ -250,12 +283,34 @@ class EngineSteps:
         if report.incarnation != self._incarnation:
             self._incarnation = report.incarnation
             self._last_step = -1
+            if self._factors is not None:
+                self._factors.forget(self._engine_id)
         if report.step <= self._last_step or report.step_ns == 0 or report.num_running == 0:
-            return None
+            return False
         self._last_step = report.step
         if self._has_prefill.any():
-            return None
-        self._prices.observe(
-            step_ns=float(report.step_ns), num_running=self._running, num_kv_tokens=self._kv
+            return False
+        if not is_step_time(report.step_ns):
+            self._prices.num_skipped += 1
+            return False
+        step_ns = float(report.step_ns)
+        has_changed = False
+        factor = 1.0
+        if self._factors is not None:
+            slowest = self._prices.slowest(self._running, self._kv)
+            has_changed = self._factors.observe(
+                self._engine_id,
+                step_ns=step_ns,
+                num_running=int(self._running[slowest]),
+                num_kv_tokens=int(self._kv[slowest]),
+                prices=self._prices.prices,
+            )
+            factor = self._factors.factor(self._engine_id)
+        has_learned = self._prices.observe(
+            step_ns=step_ns,
+            num_running=self._running,
+            num_kv_tokens=self._kv,
+            engine_id=self._engine_id,
+            factor=factor,
         )
-        return self._prices.prices if self._prices.num_steps >= MIN_STEPS else None
+        return has_changed or (has_learned and self._prices.num_steps % SOLVE_EVERY == 0)

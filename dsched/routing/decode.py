@@ -9,6 +9,8 @@ after taking it is least:
 
     cost = b * (running + 1) + c * (KV tokens + prompt tokens)
 
+plus what its base a is longer than the least, where an engine of the pool is known to be slower.
+
 Policies that watch one of the two signals break on some workload: counting requests ignores one
 huge prompt (vllm-project/vllm#40795), counting tokens ignores many short ones and did worse than
 round robin on reasoning traffic. b and c start as given and are corrected by reported step times
@@ -32,7 +34,7 @@ choose different ones (ai-dynamo/dynamo#589).
 argument. A decision costs O(D) compiled operations, the same for any prompt length.
 """
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -45,7 +47,7 @@ from dsched.drivers.wire import RankReport
 from dsched.errors import InvariantError
 from dsched.ids import EngineId, RankId
 from dsched.routing import kernels as k
-from dsched.routing.calibration import EngineSteps
+from dsched.routing.calibration import MIN_STEPS, EngineSteps, StepPrices
 from dsched.routing.holding import HeldRequest, HoldQueue
 from dsched.routing.ledger import (
     DEFAULT_MAX_REPORT_LAG_NS,
@@ -55,6 +57,7 @@ from dsched.routing.ledger import (
     ReportOutcome,
 )
 from dsched.routing.longest import LongestBooking
+from dsched.routing.time_factors import TimeFactors
 
 DEFAULT_REQUEST_NS = 200_000.0
 """b before calibration: 0.2 ms for each running request (assumed, see docs/routing.md)."""
@@ -68,7 +71,7 @@ DEFAULT_MAX_HOLD_NS = 10_000_000_000
 prompt can be overtaken by short ones for longer."""
 
 DEFAULT_BASE_NS = 15_000_000.0
-"""a before calibration: 15 ms. It never changes a choice, only what calibration explains by it."""
+"""a before calibration: 15 ms. It changes a choice only between engines of unequal speed."""
 
 _NOTHING_EXCLUDED: NDArray[np.int64] = np.empty(0, np.int64)
 _NOTHING_EXCLUDED.flags.writeable = False
@@ -131,7 +134,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
     """Rank number of the router; `None` unless the reason is one of the first three."""
     reason: RoutingReason
     cost_ns: float | None = None
-    """Modelled step time of the rank after taking the request, without the constant part."""
+    """Modelled step time of the rank after taking the request, without the least base of all."""
     num_eligible: int = 0
     """Ranks that had room."""
 
@@ -155,6 +158,7 @@ class DecodeRouter:
         router_index: int = 0,
         num_routers: int = 1,
         is_synchronised: bool = False,
+        engines_in_groups: Collection[EngineId] = (),
         calibrates: bool = True,
         base_ns: float = DEFAULT_BASE_NS,
         request_ns: float = DEFAULT_REQUEST_NS,
@@ -168,10 +172,11 @@ class DecodeRouter:
         """Make a router without ranks.
 
         `router_index` is this router's number among `num_routers` over the same engines.
-        `is_synchronised`: all ranks belong to one EP group. `calibrates`: learn the prices from
-        reports. `gather_ns`: how long a request that would by itself stretch every step of a
-        synchronised group is held to run together with others like it; 0 turns it off. Worth 2
-        points on agentic traffic with migration, paid by those requests' first token.
+        `is_synchronised`: all ranks belong to one EP group. `engines_in_groups`: engines that step
+        together with others, so that their step times say nothing on themselves. `calibrates`:
+        learn the prices from reports. `gather_ns`: how long a request that would by itself stretch
+        every step of a synchronised group is held to run together with others like it; 0 turns it
+        off. Worth 2 points on agentic traffic with migration, paid by those requests' first token.
         """
         if router_index < 0:
             raise ValueError(f"router_index is {router_index}; it must not be negative")
@@ -196,8 +201,13 @@ class DecodeRouter:
         self._kv_token_ns = kv_token_ns
         self._calibrates = calibrates
         self._calibration: dict[EngineId, EngineSteps] = {}
-        self._learned: dict[EngineId, NDArray[np.float64]] = {}
-        """Prices [3] of the engines that have shown enough steps."""
+        self._learned = StepPrices(base_ns=base_ns, request_ns=request_ns, kv_token_ns=kv_token_ns)
+        """Prices of the pool, from the steps of all its engines."""
+        self._factors = TimeFactors()
+        self._engines_in_groups = frozenset(engines_in_groups)
+        self._rank_factors: NDArray[np.float64] | None = None
+        """[D] factor of the engine of each rank; `None` when ranks have changed."""
+        self._num_factor_changes = 0
         self._prices: NDArray[np.float64] = np.zeros((3, 0))
         self.set_prices(request_ns=request_ns, kv_token_ns=kv_token_ns)
         self.num_decisions: dict[RoutingReason, int] = dict.fromkeys(RoutingReason, 0)
@@ -213,7 +223,7 @@ class DecodeRouter:
             kv_capacity_tokens=kv_capacity_tokens,
             max_running_requests=max_running_requests,
         )
-        self._is_away = None
+        self._is_away = self._rank_factors = None
         if self._prices.shape[1] < self.ledger.num_ranks:
             old = self._prices
             self._prices = np.empty((3, self.ledger.table.shape[1]))
@@ -221,8 +231,7 @@ class DecodeRouter:
             self._prices[k.REQUEST_NS] = self._request_ns
             self._prices[k.KV_TOKEN_NS] = self._kv_token_ns
             self._prices[:, : old.shape[1]] = old
-        if self._learned:
-            self._use_learned_prices()
+        self._use_learned_prices()
         return rank
 
     def remove_rank(self, rank: int) -> None:
@@ -262,6 +271,17 @@ class DecodeRouter:
         """b and c of one rank now, in ns: what one more request and one more KV token cost."""
         self.ledger.rank_id(rank)
         return float(self._prices[k.REQUEST_NS, rank]), float(self._prices[k.KV_TOKEN_NS, rank])
+
+    def more_base_ns(self, rank: int) -> float:
+        """By how much the base of a rank's step is longer than the least of all, in ns."""
+        self.ledger.rank_id(rank)
+        least = k.least_base(self._prices, self.num_ranks)
+        return float(self._prices[k.BASE_NS, rank] - least)
+
+    def time_factor(self, rank: int) -> float:
+        """How much longer steps of this rank's engine take than of the pool's middle engine at
+        equal load, as far as routing prices it; 1 while no difference is sure."""
+        return self._factors.factor(self.ledger.rank_id(rank).engine_id)
 
     def price_table(self) -> NDArray[np.float64]:
         """[3, D] a, b and c of every rank in ns; a copy."""
@@ -445,25 +465,32 @@ class DecodeRouter:
         engine_id = self.ledger.rank_id(rank).engine_id
         steps = self._calibration.get(engine_id)
         if steps is None:
+            steps_alone = not self._is_synchronised and engine_id not in self._engines_in_groups
             steps = self._calibration[engine_id] = EngineSteps(
-                base_ns=self._base_ns, request_ns=self._request_ns, kv_token_ns=self._kv_token_ns
+                self._learned,
+                engine_id=engine_id,
+                factors=self._factors if steps_alone else None,
             )
-        prices = steps.apply_report(rank, report)
-        if prices is None or np.array_equal(prices, self._learned.get(engine_id, ())):
-            return
-        self._learned[engine_id] = prices.copy()
-        self._use_learned_prices()
+        if steps.apply_report(rank, report):
+            self._use_learned_prices()
 
     def _use_learned_prices(self) -> None:
-        """Price all ranks alike, by the mean of what was learned from each engine.
+        """Price all ranks alike, by the steps of all engines, times what sets an engine apart.
 
         Engines of a pool serve one model, mostly on equal machines, and each shows a different mix
         of steps: one that ran single requests cannot tell its base from what a token costs. Priced
         by itself it looked dear, and two real engines that are the same got 51 and 13 of 64
-        streams. The same holds for an engine that has not worked yet beside one that has.
+        streams. So the prices are the pool's, and an engine is told apart only by steps at a load
+        that others have shown too (`time_factors`).
         """
-        learned = [self._learned[engine_id] for engine_id in sorted(self._learned)]
-        self._prices[:, : self.ledger.num_ranks] = np.mean(learned, axis=0)[:, None]
+        if self._learned.num_steps < MIN_STEPS:
+            return
+        num_ranks = self.ledger.num_ranks
+        if self._rank_factors is None or self._num_factor_changes != self._factors.num_changes:
+            self._num_factor_changes = self._factors.num_changes
+            engines = [self.ledger.rank_id(rank).engine_id for rank in range(num_ranks)]
+            self._rank_factors = np.array([self._factors.factor(each) for each in engines])
+        self._prices[:, :num_ranks] = np.outer(self._learned.prices, self._rank_factors)
 
     def _pick_held(self, held: HeldRequest, *, ignore_room: bool) -> RoutingDecision:
         return self._pick(

@@ -37,7 +37,8 @@ DOWN = 3
 REMOVED = 4
 
 BASE_NS = 0
-"""Row of the price table [3, D]: a, what a step costs when nothing runs."""
+"""Row of the price table [3, D]: a, what a step costs when nothing runs. Choices depend on it only
+where ranks differ in it."""
 REQUEST_NS = 1
 """b: what one more running request adds to a step."""
 KV_TOKEN_NS = 2
@@ -80,6 +81,16 @@ def has_room(table: NDArray[np.int64], rank: int, wanted_tokens: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
+def least_base(prices: NDArray[np.float64], num_ranks: int) -> float:
+    """Least base of all ranks. Costs count what a rank's own is longer, so that they are the same
+    as without bases where all are alike. O(D)."""
+    least = np.inf
+    for rank in range(num_ranks):
+        least = min(least, prices[BASE_NS, rank])
+    return least
+
+
+@njit(cache=True, nogil=True)
 def pick_rank(
     table: NDArray[np.int64],
     prices: NDArray[np.float64],
@@ -107,6 +118,7 @@ def pick_rank(
     Returns (rank or NO_RANK, cost in ns, ranks that may be used, those whose whole KV could hold
     the request, those with room now).
     """
+    base = least_base(prices, num_ranks)
     best = NO_RANK
     best_cost = np.inf
     fullest = NO_RANK
@@ -132,11 +144,10 @@ def pick_rank(
             num_with_room += 1
         elif not ignore_room:
             continue
-        cost = prices[REQUEST_NS, rank] * (
-            table[OWN_RUNNING, rank] + table[OTHER_RUNNING, rank] + 1
-        ) + prices[KV_TOKEN_NS, rank] * (
-            table[OWN_KV, rank] + table[OTHER_KV, rank] + prompt_tokens
-        )
+        more_base = prices[BASE_NS, rank] - base
+        running = table[OWN_RUNNING, rank] + table[OTHER_RUNNING, rank] + 1
+        tokens = table[OWN_KV, rank] + table[OTHER_KV, rank] + prompt_tokens
+        cost = prices[REQUEST_NS, rank] * running + prices[KV_TOKEN_NS, rank] * tokens + more_base
         if is_away.shape[0] and is_away[rank]:
             cost += HOME_MARGIN * (
                 prices[REQUEST_NS, rank] + prices[KV_TOKEN_NS, rank] * prompt_tokens
@@ -145,7 +156,7 @@ def pick_rank(
             best = rank
             best_cost = cost
         if level_tokens and cost > fullest_cost:
-            level = prices[REQUEST_NS, rank] + prices[KV_TOKEN_NS, rank] * level_tokens
+            level = prices[REQUEST_NS, rank] + prices[KV_TOKEN_NS, rank] * level_tokens + more_base
             if cost <= level:
                 fullest = rank
                 fullest_cost = cost

@@ -4,7 +4,8 @@ For people: the router itself decides in compiled code over the same numbers. A 
 
     request_ns * (running + 1)  +  kv_token_ns * (KV tokens + the request's tokens)
 
-and, with several routers over the same ranks, a surcharge on those that are at home elsewhere.
+and what its base is longer than the least, where engines differ in speed; with several routers over
+the same ranks, also a surcharge on those that are at home elsewhere.
 """
 
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ class CostTerms:
 
     requests_ns: float
     kv_ns: float
+    base_ns: float
+    """What a step without work takes longer than on the fastest rank; 0 where all are alike."""
     home_ns: float
     """Surcharge on a rank that is at home at another router; 0 with one router."""
 
     @property
     def total_ns(self) -> float:
-        return self.requests_ns + self.kv_ns + self.home_ns
+        return self.requests_ns + self.kv_ns + self.base_ns + self.home_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,7 @@ def cost_of(router: DecodeRouter, request: RoutingRequest, rank: int) -> CostTer
     return CostTerms(
         requests_ns=request_ns * (running + 1),
         kv_ns=kv_token_ns * (tokens + request.num_prompt_tokens),
+        base_ns=router.more_base_ns(rank),
         home_ns=k.HOME_MARGIN * (request_ns + kv_token_ns * request.num_prompt_tokens)
         if router.is_home_elsewhere(rank)
         else 0.0,

@@ -279,6 +279,7 @@ def _moment_document(moment: Moment) -> dict[str, object]:
                     "cost_ns": each.cost.total_ns,
                     "requests_ns": each.cost.requests_ns,
                     "kv_ns": each.cost.kv_ns,
+                    "base_ns": each.cost.base_ns,
                     "home_ns": each.cost.home_ns,
                 }
                 for each in moment.decision.candidates

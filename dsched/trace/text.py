@@ -373,11 +373,12 @@ def _table(decision: Decision | None) -> Iterator[str]:
     for candidate in shown:
         mark = ">" if candidate.name == decision.chosen else " "
         terms = candidate.cost
+        base = f" + base {terms.base_ns / MS:.3f}" if terms.base_ns else ""
         home = f" + home {terms.home_ns / MS:.3f}" if terms.home_ns else ""
         yield (
             f"{mark} {_cut(candidate.name, 16):<16}{candidate.num_running:>8,}"
             f"{candidate.num_kv_tokens:>12,}{terms.total_ns / MS:>10.3f}"
-            f" = {terms.requests_ns / MS:.3f} + {terms.kv_ns / MS:.3f}{home}"
+            f" = {terms.requests_ns / MS:.3f} + {terms.kv_ns / MS:.3f}{base}{home}"
         )
     if len(eligible) > len(shown):
         dearest = max(each.cost.total_ns for each in eligible) / MS

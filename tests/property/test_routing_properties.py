@@ -34,6 +34,7 @@ def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     prices = np.ones((3, num_ranks))
     prices[k.REQUEST_NS] = draw(st.sampled_from([1.0, 100.0, 0.0]))
     prices[k.KV_TOKEN_NS] = draw(st.sampled_from([1.0, 0.25]))
+    prices[k.BASE_NS] += 100.0 * np.array(draw(row))
     return table, prices
 
 

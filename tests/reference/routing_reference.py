@@ -15,10 +15,11 @@ from dsched.routing.migration import (
 
 
 def rank_cost(table: np.ndarray, prices: np.ndarray, rank: int, prompt_tokens: int) -> float:
-    """Cost of `rank` after taking the request."""
+    """Cost of `rank` after taking the request, less the least base of all."""
     running = table[k.OWN_RUNNING, rank] + table[k.OTHER_RUNNING, rank] + 1
     tokens = table[k.OWN_KV, rank] + table[k.OTHER_KV, rank] + prompt_tokens
-    return prices[k.REQUEST_NS, rank] * running + prices[k.KV_TOKEN_NS, rank] * tokens
+    more_base = prices[k.BASE_NS, rank] - prices[k.BASE_NS].min()
+    return prices[k.REQUEST_NS, rank] * running + prices[k.KV_TOKEN_NS, rank] * tokens + more_base
 
 
 def has_room(table: np.ndarray, rank: int, wanted_tokens: int) -> bool:
@@ -73,12 +74,12 @@ def pick_rank(
     def place(rank: int) -> int:
         return (rank - tie_offset) % num_ranks
 
-    below = [
-        rank
-        for rank in candidates
-        if level_tokens
-        and cost(rank) <= prices[k.REQUEST_NS, rank] + prices[k.KV_TOKEN_NS, rank] * level_tokens
-    ]
+    def level(rank: int) -> float:
+        more_base = prices[k.BASE_NS, rank] - prices[k.BASE_NS].min()
+        lone = prices[k.REQUEST_NS, rank] + prices[k.KV_TOKEN_NS, rank] * level_tokens
+        return float(lone + more_base)
+
+    below = [rank for rank in candidates if level_tokens and cost(rank) <= level(rank)]
     if below:
         best = min(below, key=lambda rank: (-cost(rank), place(rank)))
     else:

@@ -7,7 +7,7 @@ from dsched.drivers.wire import RankReport
 from dsched.ids import DpRank, EngineId, RankId
 from dsched.rng import stream
 from dsched.routing import kernels as k
-from dsched.routing.calibration import EngineSteps, StepPrices
+from dsched.routing.calibration import MAX_STEP_NS, EngineSteps, StepPrices
 from dsched.routing.decode import DecodeRouter
 
 TRUE = np.array([15e6, 2e5, 26.0])
@@ -34,13 +34,21 @@ def test_a_wrong_start_is_corrected(error: float) -> None:
     assert ratio == pytest.approx(TRUE[1] / TRUE[2], rel=0.15)
 
 
+@pytest.mark.parametrize("base_ns", [3e6, 60e6])
+def test_a_wrong_base_is_not_blamed_on_kv_tokens(base_ns: float) -> None:
+    """Nobody knows the base of an engine; what is missing must not make KV tokens dear."""
+    prices = StepPrices(base_ns=base_ns, request_ns=2e5, kv_token_ns=26.0)
+    learn(prices, 2000)
+    assert prices.prices[k.KV_TOKEN_NS] == pytest.approx(26.0, rel=0.15)
+
+
 def test_prices_stay_as_started_until_there_is_evidence() -> None:
     prices = StepPrices(base_ns=1.0, request_ns=2.0, kv_token_ns=3.0)
     learn(prices, 49)
     assert prices.prices.tolist() == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("step_ns", [float("nan"), float("inf"), 0.0, -5.0])
+@pytest.mark.parametrize("step_ns", [float("nan"), float("inf"), 0.0, -5.0, 2.0 * MAX_STEP_NS])
 def test_impossible_times_are_left_out(step_ns: float) -> None:
     prices = StepPrices(base_ns=15e6, request_ns=2e5, kv_token_ns=26.0)
     learn(prices, 200)
@@ -93,7 +101,7 @@ def make_report(
 
 
 def test_a_step_of_a_group_is_learned_once_and_prefill_steps_never() -> None:
-    steps = EngineSteps(base_ns=1e6, request_ns=1e5, kv_token_ns=10.0)
+    steps = EngineSteps(StepPrices(base_ns=1e6, request_ns=1e5, kv_token_ns=10.0))
     for seq in range(1, 11):
         for dp_rank in range(4):
             steps.apply_report(dp_rank, make_report(seq, dp_rank, 2_500_000))
@@ -105,7 +113,7 @@ def test_a_step_of_a_group_is_learned_once_and_prefill_steps_never() -> None:
 
 def test_a_prompt_that_was_whole_when_its_step_ended_is_no_price() -> None:
     """Nothing waits any more, but the step computed it; drafts of its requests are no prompt."""
-    steps = EngineSteps(base_ns=1e6, request_ns=1e5, kv_token_ns=10.0)
+    steps = EngineSteps(StepPrices(base_ns=1e6, request_ns=1e5, kv_token_ns=10.0))
     for seq in range(1, 11):
         steps.apply_report(0, make_report(seq, 0, 9_000_000, num_step_tokens=10 + 500))
     assert steps._prices.num_steps == 0
