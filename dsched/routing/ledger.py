@@ -9,13 +9,19 @@ sum of two parts:
   a staleness timer that dropped live bookings took a whole pool down elsewhere
   (llm-d/llm-d-router#2295), and an unknown rank treated as full turns a lost report channel into
   an outage (llm-d/llm-d-router#2408).
-- **other**: what reports show beyond own: other routers, clients that talk to the engine directly.
+- **other**: other routers, and clients that talk to the engine directly: what reports show beyond
+  own, and before a report can show it, what peers say they have there (`tell`).
 
 A report and the token stream race, so `reported - own` is known only up to what the report may not
 contain yet (booked or grown within `max_report_lag_ns` and at least one report) and what it may
 still contain (released within the same time). The estimate of *other* is kept unless a report
 proves it wrong: it is clipped into that interval. With one router the interval always holds 0, so
 nothing drifts; when the rank is quiet the interval is a point, so the estimate is exact.
+
+What a peer says moves the estimate by as much as its load there has changed since it last spoke,
+and widens the interval like a change of own load. A report may be faster than the peer: by what
+reports changed the estimate lately and nobody has said (`surprise`), it is not moved again. Where
+no report ever comes, *other* is the sum of what the peers say.
 
 Reports may be lost, late, repeated or reordered, and engines restart: a report counts only if its
 `seq` is newer within its incarnation; an incarnation that was replaced is refused, unless it is
@@ -40,6 +46,7 @@ from dsched.drivers.wire import RankReport
 from dsched.errors import InvariantError
 from dsched.ids import RankId
 from dsched.routing import kernels as k
+from dsched.routing.peer_loads import PeerLoads
 from dsched.states import RankState as RankState
 
 DEFAULT_MAX_REPORT_LAG_NS = 100_000_000
@@ -81,12 +88,21 @@ class Booking:
 
 @dataclass(slots=True)
 class _Changes:
-    """What happened to own load between two reports of a rank."""
+    """What happened to the load that is known between two reports of a rank."""
 
     added_running: int = 0
     added_kv: int = 0
     removed_running: int = 0
     removed_kv: int = 0
+    told_added_running: int = 0
+    """The same as peers tell it."""
+    told_added_kv: int = 0
+    told_removed_running: int = 0
+    told_removed_kv: int = 0
+    surprise_running: int = 0
+    """By how much the report at its end changed the estimate of *other*, less what peers have said
+    since."""
+    surprise_kv: int = 0
     until_ns: int = 0
 
 
@@ -157,6 +173,9 @@ class LoadLedger:
         self._index: dict[RankId, int] = {}
         self._tracks: list[_ReportTrack] = []
         self._bookings: dict[Hashable, Booking] = {}
+        self.peers = PeerLoads()
+        """What other routers say; changed by `tell` and `forget_peer`."""
+        self._touched: set[int] = set()
         self._unseen_running: list[int] = []
         self._unseen_kv: list[int] = []
         self._free: list[int] = []
@@ -234,6 +253,7 @@ class LoadLedger:
         self._own_kv[rank] += num_prompt_tokens
         self._unseen_running[rank] += 1
         self._unseen_kv[rank] += num_prompt_tokens
+        self._touched.add(rank)
         current = self._tracks[rank].current
         current.added_running += 1
         current.added_kv += num_prompt_tokens
@@ -263,6 +283,7 @@ class LoadLedger:
         current = self._tracks[rank].current
         current.removed_running += 1
         current.removed_kv += booking.num_kv_tokens
+        self._touched.add(rank)
         if self.table[k.STATE, rank] == k.REMOVED:
             self._free_if_empty(rank)
         return True
@@ -287,6 +308,51 @@ class LoadLedger:
     @property
     def num_bookings(self) -> int:
         return len(self._bookings)
+
+    # ---- peers
+
+    def take_touched(self) -> list[int]:
+        """Ranks on which something was booked or released since this was last asked, by number."""
+        touched, self._touched = sorted(self._touched), set()
+        return touched
+
+    def own_load(self, rank: int) -> tuple[int, int]:
+        """Requests and KV tokens that this router has on a rank."""
+        self._check_rank(rank)
+        return self._own_running[rank], self._own_kv[rank]
+
+    def tell(self, peer: str, rank: int, *, num_running: int, num_kv_tokens: int) -> None:
+        """Say what another router has on a rank now; replaces what it said before.
+
+        Raises `ValueError` for a negative number.
+        """
+        self._check_rank(rank)
+        running, kv = self.peers.put(peer, rank, num_running, num_kv_tokens)
+        if not running and not kv:
+            return
+        current = self._tracks[rank].current
+        current.told_added_running += max(0, running)
+        current.told_removed_running += max(0, -running)
+        current.told_added_kv += max(0, kv)
+        current.told_removed_kv += max(0, -kv)
+        for change in self._tracks[rank].recent:
+            seen = _common(running, change.surprise_running)
+            change.surprise_running -= seen
+            running -= seen
+            seen = _common(kv, change.surprise_kv)
+            change.surprise_kv -= seen
+            kv -= seen
+        self._add_other(rank, running, kv)
+
+    def forget_peer(self, peer: str) -> None:
+        """Take back all that a peer said. Reports may show that its load is there still."""
+        for rank in sorted(self.peers.ranks_of(peer)):
+            self._add_other(rank, *self.peers.put(peer, rank, 0, 0))
+        self.peers.forget(peer)
+
+    def _add_other(self, rank: int, running: int, kv: int) -> None:
+        for row, change in ((k.OTHER_RUNNING, running), (k.OTHER_KV, kv)):
+            self.table[row, rank] = max(0, int(self.table[row, rank]) + change)
 
     # ---- reports
 
@@ -341,6 +407,13 @@ class LoadLedger:
             raise InvariantError(
                 f"unseen requests {self._unseen_running} do not match the bookings {unseen}"
             )
+        self.peers.validate()
+        for rank in range(self.num_ranks):
+            other = int(live[k.OTHER_RUNNING, rank]), int(live[k.OTHER_KV, rank])
+            if self._tracks[rank].last_time_ns is None and other != self.peers.sums(rank):
+                raise InvariantError(
+                    f"rank {rank}: others have {other}, and peers say {self.peers.sums(rank)}"
+                )
         if self.num_ranks and live[: k.SHARED_KV + 1].min() < 0:
             raise InvariantError(f"a load is negative: {live[: k.SHARED_KV + 1].tolist()}")
 
@@ -373,6 +446,7 @@ class LoadLedger:
             self._unseen_running.append(0)
             self._unseen_kv.append(0)
         self.table[:, rank] = 0
+        self.peers.forget_rank(rank)
         self._index[rank_id] = rank
         return rank
 
@@ -437,8 +511,10 @@ class LoadLedger:
         track.incarnation = incarnation
         track.last_seq = last_seq
         track.num_returning = 0
-        for row in (k.OTHER_RUNNING, k.OTHER_KV, k.SHARED_KV):
-            self.table[row, rank] = 0
+        for change in track.recent:
+            change.surprise_running = change.surprise_kv = 0
+        self.table[k.OTHER_RUNNING, rank], self.table[k.OTHER_KV, rank] = self.peers.sums(rank)
+        self.table[k.SHARED_KV, rank] = 0
 
     def _correct(self, rank: int, report: RankReport, now_ns: int) -> None:
         """Clip the load of others into what this report allows."""
@@ -448,22 +524,29 @@ class LoadLedger:
         num_tokens = report.num_kv_tokens + report.num_waiting_prefill_tokens
         own_running = int(table[k.OWN_RUNNING, rank])
         own_kv = int(table[k.OWN_KV, rank])
+        other_running = int(table[k.OTHER_RUNNING, rank])
         other_kv = int(table[k.OTHER_KV, rank])
 
         changes = (*track.recent, track.current)
         table[k.OTHER_RUNNING, rank] = _clip(
-            int(table[k.OTHER_RUNNING, rank]),
-            num_requests - own_running - sum(one.removed_running for one in changes),
-            num_requests - own_running + sum(one.added_running for one in changes),
+            other_running,
+            num_requests
+            - own_running
+            - sum(one.removed_running + one.told_removed_running for one in changes),
+            num_requests
+            - own_running
+            + sum(one.added_running + one.told_added_running for one in changes),
         )
         added_kv = sum(one.added_kv for one in changes)
         table[k.OTHER_KV, rank] = 0
         if table[k.OTHER_RUNNING, rank] > 0:
             table[k.OTHER_KV, rank] = _clip(
                 other_kv,
-                num_tokens - own_kv - sum(one.removed_kv for one in changes),
-                num_tokens - own_kv + added_kv,
+                num_tokens - own_kv - sum(one.removed_kv + one.told_removed_kv for one in changes),
+                num_tokens - own_kv + added_kv + sum(one.told_added_kv for one in changes),
             )
+        track.current.surprise_running = int(table[k.OTHER_RUNNING, rank]) - other_running
+        track.current.surprise_kv = int(table[k.OTHER_KV, rank]) - other_kv
         confirmed_kv = own_kv - max(self._unseen_kv[rank], added_kv)
         table[k.SHARED_KV, rank] = max(0, confirmed_kv - num_tokens)
         if report.kv_capacity_tokens > 0:
@@ -484,6 +567,17 @@ class LoadLedger:
 
 def _clip(value: int, low: int, high: int) -> int:
     return max(0, low, min(value, high))
+
+
+def _common(change: int, surprise: int) -> int:
+    """How much of a change was seen already: the smaller one, where both go the same way.
+
+    >>> _common(5, 3), _common(-2, -7), _common(5, -3)
+    (3, -2, 0)
+    """
+    if change > 0:
+        return max(0, min(change, surprise))
+    return min(0, max(change, surprise))
 
 
 def _has_good_counts(report: RankReport) -> bool:

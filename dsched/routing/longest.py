@@ -1,4 +1,7 @@
-"""The longest running request of a ledger, kept up to date for O(log R) a booking."""
+"""The longest running request of a ledger, kept up to date for O(log R) a booking.
+
+With several routers over the same ranks it is the longest of all: each tells the others its own.
+"""
 
 from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
@@ -18,6 +21,7 @@ class LongestBooking:
         self._ledger = ledger
         self._heap: list[tuple[int, int, Hashable, Booking]] = []
         self._count = 0
+        self._told: dict[str, int] = {}
 
     def add(self, request_key: Hashable) -> None:
         """Take in a request that was just booked."""
@@ -30,8 +34,20 @@ class LongestBooking:
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapify(self._heap)
 
+    def tell(self, peer: str, num_tokens: int) -> None:
+        """Say how long the longest request of another router is; 0 for none."""
+        if num_tokens > 0:
+            self._told[peer] = num_tokens
+        else:
+            self._told.pop(peer, None)
+
     def num_tokens(self) -> int:
-        """KV tokens of the longest one; 0 when nothing runs."""
+        """KV tokens of the longest one, here or at a peer; 0 when nothing runs."""
+        own = self.num_own_tokens()
+        return max(own, *self._told.values()) if self._told else own
+
+    def num_own_tokens(self) -> int:
+        """KV tokens of the longest one of this ledger; 0 when nothing runs."""
         while self._heap:
             if self._is_live(self._heap[0]):
                 return self._heap[0][3].num_kv_tokens

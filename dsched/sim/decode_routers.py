@@ -2,8 +2,9 @@
 
 Slower than the compiled loop, and true to what runs in production: every dispatch is booked, every
 token chunk and end goes to the router that sent the request, and every rank publishes a report
-after every step that each router hears some steps later. Several routers know each other only
-through those reports.
+after every step that each router hears some steps later. Several routers know each other through
+those reports, and where `peer_delay_ns` is given also through what they tell each other, as late
+as that. Then requests arrive at random times within a step; without, all of a step's at its start.
 
 With one router and fresh reports the choices are those of the compiled loop, which a test checks.
 """
@@ -12,9 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dsched.drivers.wire import RankReport
 from dsched.ids import DpRank, EngineId, RankId
+from dsched.rng import stream
 from dsched.routing.decode import DecodeRouter, RoutingRequest
+from dsched.routing.peers import PeerMessage, apply_peer_message, own_loads
 from dsched.sim.decode import DecodeGroup, DecodeRun, draw_requests
 from dsched.sim.decode_kernels import Requests
 from dsched.sim.traces import Trace
@@ -23,6 +28,9 @@ ENGINE_ID = EngineId("group")
 INCARNATION = "sim"
 LONGEST_STEP_NS = 100_000_000
 """What the routers are told that a step of delay may last."""
+STEPS_A_FULL_MESSAGE = 8
+"""Routers tell each other of all ranks once in so many steps, as dsched does every quarter of a
+second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +103,15 @@ def simulate_routers(
     *,
     num_routers: int,
     report_delay_steps: int,
+    peer_delay_ns: int | None = None,
     group: DecodeGroup | None = None,
     run: DecodeRun | None = None,
     is_late: bool = True,
     is_synchronised: bool = True,
 ) -> RoutersResult:
     """Run a closed loop (`run.requests_per_rank`) over `num_routers` routers, requests in turn.
+
+    `peer_delay_ns`: how late routers hear what another one has booked or released; `None`: never.
 
     Raises:
         ValueError: no router, a negative delay, or an open loop.
@@ -111,16 +122,22 @@ def simulate_routers(
         raise ValueError(f"num_routers is {num_routers}; it must be at least 1")
     if report_delay_steps < 0:
         raise ValueError(f"report_delay_steps is {report_delay_steps}; it must not be negative")
+    if peer_delay_ns is not None and peer_delay_ns < 0:
+        raise ValueError(f"peer_delay_ns is {peer_delay_ns}; it must not be negative")
     if run.requests_per_rank is None:
         raise ValueError("simulate_routers needs requests_per_rank: it runs a closed loop")
     requests, concurrency = draw_requests(trace, group, run)
     routers = [
-        make_router(group, router_index=index, num_routers=num_routers, run=run,
+        make_router(group, router_index=index,
+                    num_routers=num_routers if peer_delay_ns is None else 1, run=run,
                     is_synchronised=is_synchronised,
                     max_report_lag_ns=report_delay_steps * LONGEST_STEP_NS)
         for index in range(num_routers)
     ]  # fmt: skip
-    loop = _Loop(group, routers, requests, concurrency, is_late=is_late)
+    talk = None
+    if peer_delay_ns is not None:
+        talk = _Talk(routers, delay_ns=peer_delay_ns)
+    loop = _Loop(group, routers, requests, concurrency, is_late=is_late, talk=talk, seed=run.seed)
     loop.run(run.num_steps, warm_steps=run.warm_steps, delay_steps=report_delay_steps)
     for router in routers:
         router.validate()
@@ -153,6 +170,43 @@ def make_router(
     return router
 
 
+class _Talk:
+    """What routers tell each other, and what of it is on its way."""
+
+    def __init__(self, routers: Sequence[DecodeRouter], *, delay_ns: int) -> None:
+        self._routers = routers
+        self._delay_ns = delay_ns
+        self._mail: deque[tuple[int, int, PeerMessage]] = deque()
+        """(when it is heard, who says it, what), in order."""
+        self._seq = 0
+
+    def tell(self, sender: int, now_ns: int, *, is_full: bool = False) -> None:
+        """Let a router say what it has where something was booked or released, or everywhere."""
+        router = self._routers[sender]
+        ranks: Sequence[int] = router.ledger.take_touched()
+        if is_full:
+            ranks = range(router.num_ranks)
+        elif not ranks:
+            return
+        self._seq += 1
+        message = PeerMessage(
+            peer=f"router-{sender}",
+            seq=self._seq,
+            is_full=is_full,
+            ranks=own_loads(router, ranks),
+            longest_tokens=router._longest.num_own_tokens(),
+        )
+        self._mail.append((now_ns + self._delay_ns, sender, message))
+
+    def deliver(self, now_ns: int) -> None:
+        """Let everybody hear what is due."""
+        while self._mail and self._mail[0][0] <= now_ns:
+            _, sender, message = self._mail.popleft()
+            for index, router in enumerate(self._routers):
+                if index != sender:
+                    apply_peer_message(router, message)
+
+
 class _Loop:
     """The closed loop."""
 
@@ -164,8 +218,13 @@ class _Loop:
         concurrency: int,
         *,
         is_late: bool,
+        talk: _Talk | None,
+        seed: int,
     ) -> None:
         self._group = group
+        self._talk = talk
+        self._rng = stream(seed, "sim.decode.arrivals")
+        self._last_step_ns = group.base_ns
         self._routers = routers
         self._requests = requests
         self._concurrency = concurrency
@@ -182,14 +241,22 @@ class _Loop:
 
     def run(self, num_steps: int, *, warm_steps: int, delay_steps: int) -> None:
         for step in range(num_steps):
-            self._route(self._arrive())
+            if self._talk is None:
+                self._route(self._arrive())
+            else:
+                self._route_in_turn(self._arrive(), self._talk)
             for rank in self._ranks:
                 rank.admit(self._group)
             step_ns = self._step_ns()
             if step >= warm_steps:
                 self._measure(step_ns)
             self._now_ns += int(step_ns)
+            self._last_step_ns = step_ns
             self._emit()
+            if self._talk is not None:
+                for index in range(len(self._routers)):
+                    is_full = step % STEPS_A_FULL_MESSAGE == 0
+                    self._talk.tell(index, self._now_ns, is_full=is_full)
             self._reports.append(
                 [
                     rank.report(index, step + 1, int(step_ns), self._group)
@@ -243,6 +310,15 @@ class _Loop:
                 if held.decision.rank is None or not isinstance(held.request_key, int):
                     break
                 self._bind(router, self._held.pop(held.request_key), held.decision.rank)
+
+    def _route_in_turn(self, new: list[_Request], talk: _Talk) -> None:
+        """Requests arrive at any time within a step, taken to be as long as the one before."""
+        times = np.sort(self._rng.random(len(new))) * self._last_step_ns
+        for request, time_ns in zip(new, times.astype(np.int64).tolist(), strict=True):
+            talk.deliver(self._now_ns + time_ns)
+            self._route([request])
+            for index in range(len(self._routers)):
+                talk.tell(index, self._now_ns + time_ns)
 
     def _bind(self, router: DecodeRouter, request: _Request, rank: int) -> None:
         router.book(rank, request.index, num_prompt_tokens=request.tokens, now_ns=self._now_ns)
