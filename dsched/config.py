@@ -289,6 +289,12 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     router_index: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     """Number of this dsched among several over the same engines, from 0, which turns their ties
     apart; default: drawn at the start."""
+    talks_to_peers: bool = True
+    """Tell other dsched processes over the same engines what is booked here, and believe them.
+    `false`: they know of each other by the engines' reports alone."""
+    peer_endpoint: str | None = None
+    """ZeroMQ endpoint where they hear it, as `tcp://HOST:PORT` with an address of this host that
+    they reach; `*` chooses a port. Default: `tcp://127.0.0.1:*`, for those of one host."""
     queue_timeout_s: Seconds = 120.0
     """Time a request may wait for a rank before it ends with 503. Below: short overloads become
     errors. Above: clients give up first, and their work is done for nobody."""

@@ -27,6 +27,7 @@ def check_config(config: Config) -> Config:
     _check_addresses(config)
     _check_policy(config.routing.policy, config.routing.policy_args)
     _check_endpoint("$.agent.endpoint", config.agent.endpoint)
+    _check_peer_endpoint(config.routing.peer_endpoint)
     _check_registry_url(config)
     _check_otel_endpoint(config.otel.endpoint)
     config = replace(
@@ -71,6 +72,17 @@ def _check_endpoint(path: str, endpoint: str) -> None:
         is_port = port.isdecimal() and int(port) <= 65_535
         if not colon or not (is_port or port == "*"):
             raise ConfigError(f"{path}: {endpoint!r} needs a port, as in tcp://127.0.0.1:8002")
+
+
+def _check_peer_endpoint(endpoint: str | None) -> None:
+    if endpoint is None:
+        return
+    _check_endpoint("$.routing.peer_endpoint", endpoint)
+    host = endpoint.partition("://")[2].rpartition(":")[0]
+    if endpoint.startswith("tcp://") and host in ("*", "0.0.0.0", "[::]", "::"):
+        raise ConfigError(
+            f"$.routing.peer_endpoint: {endpoint!r} names no address that others could connect to"
+        )
 
 
 def _check_otel_endpoint(endpoint: str | None) -> None:

@@ -13,6 +13,7 @@ from dsched.frontdoor.stats import FrontDoorStats, LatencyHistogram
 from dsched.metrics import Sample
 from dsched.plugins import PolicySet
 from dsched.registry.member import RegistryMember
+from dsched.registry.peer_channel import PeerChannel
 
 NS_PER_S = 1_000_000_000
 GAP_PARTS = ("total", "detect", "dispatch", "prefill")
@@ -79,6 +80,13 @@ def placement_samples(num_placements: Mapping[str, int]) -> Iterator[Sample]:
     """Expert placements of the leader."""
     for cause, count in num_placements.items():
         yield Sample(name="dsched_placements_total", value=count, labels=(cause,))
+
+
+def peer_samples(channel: PeerChannel) -> Iterator[Sample]:
+    """What other dsched processes say, and are told."""
+    yield Sample(name="dsched_peers_heard", value=len(channel.peers))
+    for outcome, count in sorted(channel.num_messages.items()):
+        yield Sample(name="dsched_peer_messages_total", value=count, labels=(outcome,))
 
 
 def kv_event_samples(follower: KvFollower) -> Iterator[Sample]:

@@ -7,7 +7,7 @@ did not start live on.
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,7 @@ from dsched.cli.metric_sources import (
     kv_event_samples,
     live_samples,
     local_engine_samples,
+    peer_samples,
     placement_samples,
     reader_samples,
     registry_samples,
@@ -68,6 +69,7 @@ from dsched.metrics import MetricsExporter, Sample
 from dsched.plugins import RebalanceView
 from dsched.registry.cluster import ClusterView
 from dsched.registry.member import RegistryMember
+from dsched.registry.peer_channel import DEFAULT_ENDPOINT, PeerChannel
 from dsched.registry.records import EngineRow, InstanceRow, RankRow, WorkersView
 from dsched.routing import (
     DecodeRouter,
@@ -105,6 +107,7 @@ class Service:
         self._tasks: list[asyncio.Task[None]] = []
         self._stops = StopStack()
         self._spans: RequestSpans | None = None
+        self.peers: PeerChannel | None = None
 
     async def start(self) -> None:
         """Start everything.
@@ -224,11 +227,31 @@ class Service:
             )
         except ValueError as error:  # engines or EP groups that do not go together
             raise ConfigError(f"$.pools: {error}") from error
-        host.attach(self.controller.tick)
+        host.attach(self._tick)
+        self._start_peers()
         self.controller.start()
         self._stops.add("policies", self._close_policies)
         self._stops.add("tick host", host.close)
         self._stops.add("controller", self.controller.close)
+
+    def _start_peers(self) -> None:
+        """Talk with other dsched processes; those of simulated engines share none."""
+        routing = self.config.routing
+        if not routing.talks_to_peers or self.is_simulated:
+            return
+        self.peers = PeerChannel(
+            endpoint=routing.peer_endpoint or DEFAULT_ENDPOINT,
+            instance_id=self.instance_id,
+            peering=self.controller.peering,
+            clock=self._clock,
+        )
+        self.peers.start()
+        self._stops.add("peer channel", self.peers.close)
+
+    def _tick(self) -> None:
+        self.controller.tick()
+        if self.peers is not None:
+            self.peers.publish()
 
     def _make_recorder(self) -> Recorder:
         """What hears the controller: the decision trace, and before it spans if they are wanted."""
@@ -297,6 +320,7 @@ class Service:
         exporter.add_source(lambda: reader_samples(self.reports))
         exporter.add_source(lambda: live_samples(self.live))
         exporter.add_source(self._registry_samples)
+        exporter.add_source(lambda: peer_samples(self.peers) if self.peers is not None else ())
 
     def _registry_samples(self) -> Iterable[Sample]:
         return registry_samples(self.member, now_ns=self._clock.now_ns())
@@ -315,15 +339,19 @@ class Service:
             front_door_url=self.front_door_url,
             admin_url=self.admin_url,
             started_s=self._started_s,
+            peer_endpoint=self.peers.endpoint if self.peers is not None else None,
         )
 
     def _registered_rows(self) -> tuple[EngineRow, ...]:
         """What the registry is told, once a second; and what it says of the pools' other users."""
         if not self.is_simulated:  # simulated engines are each process's own
+            heard = self.peers.peers if self.peers is not None else ()
             for pool, index, count in find_peers(
-                self.fleet.pools, self.member.cluster, own_id=self.instance_id
+                self.fleet.pools, self.member.cluster, own_id=self.instance_id, heard=heard
             ):
                 self.controller.set_peers(pool, router_index=index, num_routers=count)
+        if self.peers is not None:
+            self.peers.follow(peer_addresses(self.fleet.pools, self.member.cluster))
         return self._engine_rows()
 
     def _engine_rows(self) -> tuple[EngineRow, ...]:
@@ -338,15 +366,33 @@ class Service:
 
 
 def find_peers(
-    pools: Iterable[PoolSpec], cluster: ClusterView, *, own_id: str
+    pools: Iterable[PoolSpec], cluster: ClusterView, *, own_id: str, heard: Collection[str] = ()
 ) -> Iterator[tuple[str, int, int]]:
-    """(pool, number of this process, how many there are) among the dsched processes over a pool."""
+    """(pool, number of this process, how many there are) among the dsched processes over a pool.
+
+    As if this one were alone, while all others tell it what they book: nobody then has to keep away
+    from ranks that another one may just have filled.
+    """
     for pool in pools:
         first = min((engine.engine_id for engine in pool.engines), default=None)
         if first is None:
             continue
         instance_ids = sorted({own_id, *cluster.drivers_of(first)})
+        if all(each in heard for each in instance_ids if each != own_id):
+            instance_ids = [own_id]
         yield pool.name, instance_ids.index(own_id), len(instance_ids)
+
+
+def peer_addresses(pools: Iterable[PoolSpec], cluster: ClusterView) -> dict[str, str]:
+    """Where the dsched processes over any of these pools tell what they booked, by instance id."""
+    over_pools = {
+        instance_id
+        for pool in pools
+        if (first := min((engine.engine_id for engine in pool.engines), default=None)) is not None
+        for instance_id in cluster.drivers_of(first)
+    }
+    endpoints = cluster.peer_endpoints()
+    return {each: endpoints[each] for each in sorted(over_pools) if each in endpoints}
 
 
 def warm_router() -> None:

@@ -39,6 +39,7 @@ from dsched.controller.lifecycle import Lifecycle
 from dsched.controller.migrations import Migrations
 from dsched.controller.models import ModelCatalog
 from dsched.controller.observer import ControllerObserver, NullObserver
+from dsched.controller.peering import Peering
 from dsched.controller.pools import PrefixSource
 from dsched.controller.prefills import Prefills
 from dsched.controller.refusals import stopping
@@ -111,6 +112,8 @@ class Controller:
         self._dispatcher = Dispatcher(self._state, self._lifecycle, self._prefills)
         self._migrations = Migrations(self._state, self._lifecycle)
         self._catalog = ModelCatalog(self._state)
+        self.peering = Peering(self._state)
+        """What other dsched processes are told, and what they say."""
         self._timer_ns: int | None = None
 
     def start(self) -> None:

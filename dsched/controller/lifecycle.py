@@ -530,7 +530,7 @@ class Lifecycle:
         router = self._state.router_of_attempt.pop(attempt_id, None)
         if router is not None:
             router.release(attempt_id)
-            if router.num_held:
+            if router.num_held or self._state.tells_peers:
                 self._state.host.request_tick()
 
 

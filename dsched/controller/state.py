@@ -132,6 +132,8 @@ class ControllerState:
         self.events: list[Event] = []
         """Facts that wait for the next tick."""
         self.is_closed = False
+        self.tells_peers = False
+        """Other dsched processes hear what begins and ends here, at the end of a tick."""
 
     def push(self, event: Event) -> None:
         """Let a fact wait for the next tick, soon."""

@@ -237,6 +237,13 @@ _METRICS = (
     _counter("dsched_registry_leases_lost_total", "Leases that ran out while dsched was alive."),
     _gauge("dsched_registry_following", "1 while changes by other processes are heard."),
     _gauge("dsched_registry_instances", "dsched processes in the registry, this one included."),
+    _gauge("dsched_peers_heard", "Other dsched processes that tell this one what they booked."),
+    _counter(
+        "dsched_peer_messages_total",
+        "Messages between dsched processes by what became of them: `sent`, `unsent`, `applied`, "
+        "`old`, `malformed`, `version` or `foreign`.",
+        "outcome",
+    ),
     _gauge("dsched_registry_conflicts", "Engine ids that processes use for different engines."),
     _counter(
         "dsched_placements_total",

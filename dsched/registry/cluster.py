@@ -6,9 +6,11 @@ meanwhile is seen in order. Only where that history is gone is everything listed
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
+import msgspec
 import structlog
 
 from dsched.errors import RegistryError
@@ -20,7 +22,14 @@ from dsched.registry.base import (
     RegistryEntry,
     WatchLostError,
 )
-from dsched.registry.records import WorkersView, engine_key, read_workers
+from dsched.registry.records import (
+    INSTANCES,
+    InstanceRow,
+    WorkersView,
+    engine_key,
+    instance_key,
+    read_workers,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -58,6 +67,21 @@ class ClusterView:
         return tuple(
             sorted(key.removeprefix(prefix) for key in self._entries if key.startswith(prefix))
         )
+
+    def peer_endpoints(self) -> dict[str, str]:
+        """Where dsched processes tell what they have booked, by instance id. O(entries).
+
+        Those that do not tell, or have written what cannot be read, are left out.
+        """
+        found = {}
+        for key, entry in sorted(self._entries.items()):
+            if not key.startswith(INSTANCES):
+                continue
+            with contextlib.suppress(msgspec.MsgspecError):
+                row = msgspec.json.decode(entry.value, type=InstanceRow)
+                if row.peer_endpoint is not None and instance_key(row.instance_id) == key:
+                    found[row.instance_id] = row.peer_endpoint
+        return found
 
     async def run(self) -> None:
         """Follow until cancelled; nothing that the registry does ends it."""

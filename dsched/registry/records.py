@@ -70,6 +70,8 @@ class InstanceRow(Record, frozen=True, kw_only=True):
     admin_url: str
     started_s: Count
     """Seconds since 1970."""
+    peer_endpoint: str | None = None
+    """Where it tells others what it has booked; `None` if it does not."""
 
 
 class LeaderRow(Record, frozen=True, kw_only=True):

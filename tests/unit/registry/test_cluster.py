@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from dsched.cli.service import find_peers
+from dsched.cli.service import find_peers, peer_addresses
 from dsched.clock import ManualClock, SystemClock
 from dsched.config import Config, RegistryConfig
 from dsched.controller import EngineSpec, PoolSpec
@@ -39,9 +39,14 @@ from dsched.testing.etcd_nodes import free_ports
 Step = RegistryChange | Exception
 
 
-def instance(name: str) -> InstanceRow:
+def instance(name: str, *, peer_endpoint: str | None = None) -> InstanceRow:
     return InstanceRow(
-        instance_id=name, version="1", front_door_url="http://f", admin_url="http://a", started_s=1
+        instance_id=name,
+        version="1",
+        front_door_url="http://f",
+        admin_url="http://a",
+        started_s=1,
+        peer_endpoint=peer_endpoint,
     )
 
 
@@ -386,3 +391,25 @@ def test_who_drives_an_engine_is_known_by_their_keys() -> None:
 
     assert view.drivers_of("e0") == ("a", "b")
     assert list(find_peers(pools, view, own_id="b")) == [("p", 1, 2), ("q", 0, 2), ("r", 0, 1)]
+    heard = list(find_peers(pools, view, own_id="b", heard=("a",)))
+    assert heard == [("p", 0, 1), ("q", 0, 2), ("r", 0, 1)], "only where all others are heard"
+
+
+def test_addresses_of_peers_are_those_of_processes_over_the_same_pool() -> None:
+    """One tells nothing, one is of another version, one is over other engines."""
+    rows = {name: instance(name, peer_endpoint=f"tcp://h:{name}") for name in ("a", "b", "far")}
+    rows["mute"] = instance("mute")
+    entries = [entry(instance_key(name), row, 1) for name, row in sorted(rows.items())]
+    future = RegistryEntry(
+        key=instance_key("new"), value=b'{"instance_id": "new", "more": 1}', create_revision=1,
+        mod_revision=1, lease_id=None,
+    )  # fmt: skip
+    entries += [
+        entry(engine_key("e0", name), engine("e0"), 1) for name in ("a", "b", "mute", "new")
+    ]
+    entries.append(entry(engine_key("e1", "far"), engine("e1"), 1))
+    listing = Listing(entries=(*entries, future), revision=1)
+    view, _ = follow(ScriptedRegistry([listing], [[]]))
+    pool = PoolSpec(name="p", model="m", engines=(EngineSpec(engine_id=EngineId("e0"), model="m"),))
+
+    assert peer_addresses([pool], view) == {"a": "tcp://h:a", "b": "tcp://h:b"}
