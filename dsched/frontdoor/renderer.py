@@ -13,11 +13,11 @@ A prompt of `/v1/completions` is the client's own template: there, spellings do 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import jinja2
+import msgspec
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
@@ -55,8 +55,7 @@ _TEMPLATE_FAILURES = (
 """What a template raises over messages that it was not made for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenderedPrompt:
+class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A prompt in tokens, and what the model's format says of its answer."""
 
     token_ids: list[int]
@@ -204,7 +203,9 @@ class TemplateRenderer:
     ) -> tuple[str, str | None, list[str]]:
         """Fill the template; return the text, and the mark with the control spellings that marks
         stand for."""
-        (messages, tools), mark, spellings = self._mark((messages, tools))
+        if self._control is None or not any(map(self._control.search, _texts(messages, tools))):
+            return self._render(messages, tools, template_args), None, []
+        (messages, tools), mark, spellings = self._mark((messages, tools), self._control)
         return self._render(messages, tools, template_args), mark, spellings
 
     def _encode_marked(self, rendered: str, mark: str | None, spellings: list[str]) -> list[int]:
@@ -219,12 +220,9 @@ class TemplateRenderer:
                 ids += _encode(self._tokenizer, piece, add_special_tokens=False)
         return ids
 
-    def _mark(self, values: "_Json") -> tuple["_Json", str | None, list[str]]:
-        """Replace control spellings in `values`; `None` for the mark when there are none."""
-        texts = list(_strings(values))
-        if self._control is None or not any(map(self._control.search, texts)):
-            return values, None, []
-        used = set().union(*texts)
+    def _mark(self, values: "_Json", control: re.Pattern[str]) -> tuple["_Json", str, list[str]]:
+        """Replace control spellings in `values`; return the mark, and what the marks stand for."""
+        used = set().union(*_strings(values))
         mark = next(chr(code) for code in _PRIVATE_USE if chr(code) not in used)
         spellings: list[str] = []
 
@@ -232,7 +230,6 @@ class TemplateRenderer:
             spellings.append(match[0])
             return f"{mark}{len(spellings) - 1}{mark}"
 
-        control = self._control
         marked = _map_strings(values, lambda text: control.sub(replace, text))
         return marked, mark, spellings
 
@@ -371,6 +368,20 @@ def _to_json(
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+def _texts(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> list[str]:
+    """All texts of a chat that are the client's; the keys of messages are ours."""
+    texts: list[str] = []
+    for message in messages:
+        for value in message.values():
+            if isinstance(value, str):
+                texts.append(value)
+            else:
+                texts += _strings(value)
+    return texts if tools is None else texts + _strings(tools)
 
 
 def _strings(value: object) -> list[str]:
