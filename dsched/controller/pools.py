@@ -8,6 +8,7 @@ from typing import Protocol
 from dsched.controller.handoffs import Handoffs
 from dsched.controller.settings import ControllerSettings
 from dsched.controller.spare import SpareGate
+from dsched.costs.prefill import PrefillCostModel
 from dsched.costs.presets import load_cost_models
 from dsched.drivers.wire import RankReport
 from dsched.faults import PoolSpec
@@ -146,4 +147,6 @@ def _engines_in_groups(spec: PoolSpec) -> list[EngineId]:
 
 def _make_prefill_router(settings: ControllerSettings) -> PrefillRouter:
     costs = settings.prefill_costs or load_cost_models(None)[0]
-    return PrefillRouter(costs, router_index=settings.router_index)
+    # Its own: it learns, and another pool's workers are other devices.
+    own = PrefillCostModel.from_json(costs.to_json())
+    return PrefillRouter(own, router_index=settings.router_index)

@@ -243,6 +243,8 @@ class Prefills:
 
     def on_finished(self, run: RequestRun, finish: AttemptFinish) -> bool:
         """The worker is done; whether the decode half can begin now."""
+        if finish.reason is not FinishReason.ABORT:
+            self._learn(run, finish)
         state, half = self._state, self._end(run)
         if finish.reason is FinishReason.ABORT:
             self._lost(run, half, "aborted by its engine")
@@ -258,6 +260,23 @@ class Prefills:
             return True
         self._decide_later(run)
         return False
+
+    def _learn(self, run: RequestRun, finish: AttemptFinish) -> None:
+        """A half that had its engine for itself shows what prompts cost there."""
+        state, half = self._state, run.prefill
+        if state.watch is None or half is None:
+            return
+        elapsed_ns = state.watch.note_prefilled(
+            half.attempt_id,
+            num_cached_tokens=finish.num_cached_tokens,
+            now_ns=state.clock.now_ns(),
+        )
+        if elapsed_ns is not None:
+            prefill_router(state.prefill_pools[run.pool]).observe(
+                elapsed_ns,
+                num_uncached_tokens=attempt_of(run).num_prompt_tokens - finish.num_cached_tokens,
+                num_cached_tokens=finish.num_cached_tokens,
+            )
 
     def is_rank_usable(self, run: RequestRun) -> bool:
         """Whether the decode rank that was booked may still get the request."""

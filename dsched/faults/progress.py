@@ -153,6 +153,19 @@ class ProgressWatch:
             num_cached_tokens=num_cached_tokens,
         )
 
+    def note_prefilled(self, key: Hashable, *, num_cached_tokens: int, now_ns: int) -> int | None:
+        """The half of a pair that computes a prompt ended well, which is its first token.
+
+        Returns how long it took; `None` where that says nothing of the prompt, because others ran
+        on the engine or dsched itself was held up.
+        """
+        watched = self._watched.get(key)
+        if watched is None or self._late_ns(now_ns):
+            return None
+        self._note_first_token(watched, now_ns)
+        self.note_cached(key, num_cached_tokens)
+        return watched.prefill_ns
+
     def note_step(self, engine_id: EngineId, now_ns: int) -> None:
         """The engine reported a step that it had not reported before."""
         self._progress_ns[engine_id] = now_ns

@@ -138,6 +138,7 @@ class PrefillRouter:
         config: PrefillConfig | None = None,
         router_index: int = 0,
     ) -> None:
+        """`cost_model` is where `observe` starts to learn; it changes it."""
         self._model = cost_model
         self._config = config or PrefillConfig()
         self._tie_offset = router_index
@@ -331,8 +332,20 @@ class PrefillRouter:
             self._head_since_ns[worker] = now_ns
         return True
 
+    def observe(self, elapsed_ns: int, *, num_uncached_tokens: int, num_cached_tokens: int) -> None:
+        """Learn from a prompt that its worker computed in this time, with nothing else to do.
+
+        What is booked keeps its old estimate. Other numbers than those of a prompt teach nothing.
+        """
+        if elapsed_ns > 0 and num_uncached_tokens > 0 and num_cached_tokens >= 0:
+            self._model.observe(elapsed_ns / NS_PER_S, num_uncached_tokens, num_cached_tokens)
+
     def apply_report(self, worker: int, report: RankReport, now_ns: int) -> None:
-        """Count work that others sent: what the report shows beyond what is booked here."""
+        """Count work that others sent: what the report shows beyond what is booked here.
+
+        A report does not say what context its step's tokens attended to, so the model cannot learn
+        from it.
+        """
         self._check_worker(worker)
         tokens = report.num_waiting_prefill_tokens
         if not isinstance(tokens, int) or tokens < 0:

@@ -28,8 +28,10 @@ from dsched.states import PoolRole
 from dsched.testing.recorders import RecordingStream
 
 SECOND_NS = 1_000_000_000
+MS = 1_000_000
 SAMPLING = SamplingParams(max_tokens=50, min_tokens=3, temperature=0.0, logprobs=2)
 VALIDATING = ControllerSettings(is_validating=True)
+LEARNING = ControllerSettings(is_validating=True, progress=ProgressLimits())
 SHORT = ControllerSettings(is_validating=True, max_local_prefill_tokens=5_000)
 """Every prompt is left to its decode rank."""
 TOLD = {"remote_block_ids": [1, 2], "remote_engine_id": "x"}
@@ -586,7 +588,7 @@ def test_policies_see_what_a_decode_rank_has_cached() -> None:
     policy = MostCached()
     for prefixes in (Prefixes(d1=288), None):
         decode = make("d0", "d1", "d2")
-        guard = PolicyGuard(policy, clock=ManualClock())
+        guard = PolicyGuard(policy, budget_ns=None, clock=ManualClock())
         policies = PolicySet(routing=RoutingPolicies([(guard, 1.0)]))
         pair = Pair(make("p0"), decode, SHORT, prefixes=prefixes, policies=policies)
         pair.ask("a")
@@ -606,6 +608,50 @@ def test_caches_of_decode_ranks_are_not_looked_up_for_nobody() -> None:
     pair.ask()
 
     assert prefixes.asked == []
+
+
+def work_ns(pair: Pair) -> int:
+    """What the prefill pool thinks of a prompt of 2 000 tokens."""
+    router = pair.controller._state.pools["p"].prefill
+    assert router is not None
+    return router.estimate_work_ns(num_uncached_tokens=2_000, num_cached_tokens=0)
+
+
+@pytest.mark.parametrize("share_cached", [0.0, 0.5])
+def test_prompts_teach_what_they_cost(share_cached: float) -> None:
+    """Ten times what the preset says: a millisecond for each token that was not cached. Each had
+    its engine for itself."""
+    (p0,), (d0,) = make("p0"), make("d0")
+    pair = Pair([p0], [d0], LEARNING)
+    before = work_ns(pair)
+    for number, prompt_len in enumerate((500, 1_000, 2_000, 4_000) * 10):
+        num_cached = int(share_cached * prompt_len)
+        pair.ask(f"r{number}", prompt_len=prompt_len)
+        pair.wait((prompt_len - num_cached) * MS)
+        p0.finish(told=TOLD, num_cached_tokens=num_cached)
+        pair.controller.tick()
+        d0.finish()
+        pair.controller.tick()
+
+    assert before < 500 * MS
+    assert work_ns(pair) == pytest.approx(2_000 * MS, rel=0.1)
+
+
+def test_prompts_that_share_their_engine_teach_nothing() -> None:
+    """Nor do aborted ones; and no pool changes what the other pools begin with."""
+    (p0,), (d0,) = make("p0"), make("d0")
+    pair = Pair([p0], [d0], LEARNING)
+    before = work_ns(pair)
+    for name in "ab":
+        pair.ask(name, prompt_len=2_000)
+    pair.wait(20 * SECOND_NS)
+    for index in (0, 1):
+        p0.prefill(index)
+    pair.ask("c", prompt_len=2_000)
+    pair.wait(20 * SECOND_NS)
+    p0.finish(FinishReason.ABORT)
+
+    assert work_ns(pair) == before
 
 
 class TestMeeting:

@@ -171,6 +171,12 @@ class PaceBench(Bench):
         self.watch.note_cached(key, num_cached)
         self.watch.end(key)
 
+    def prefilled(self, key: str) -> float | None:
+        """A prefill half ends; how many seconds it showed."""
+        elapsed_ns = self.watch.note_prefilled(key, num_cached_tokens=0, now_ns=self.now_ns)
+        self.watch.end(key)
+        return None if elapsed_ns is None else elapsed_ns / S
+
     def seconds_until_noticed(self, **prompts: int) -> float:
         """How long it may stand still over these prompts."""
         for key, num_tokens in prompts.items():
@@ -206,6 +212,35 @@ def test_a_pace_is_learned_from_what_was_computed() -> None:
         bench.serve(f"w{number}", seconds=2, num_prompt_tokens=11_000, num_cached=10_000)
 
     assert bench.seconds_until_noticed(x=5_000) > 40
+
+
+def test_a_prefill_half_teaches_with_its_end() -> None:
+    """Nobody hears its token; how long it took is told to whoever routes prompts, too."""
+    bench = PaceBench()
+    shown = []
+    for number in range(20):
+        key = f"w{number}"
+        bench.begin(key, A, num_prompt_tokens=11_250)
+        bench.pass_time(2.25)
+        shown.append(bench.prefilled(key))
+
+    assert shown == [2.25] * 20
+    assert 18 <= bench.seconds_until_noticed(x=20_000) <= 20.5
+
+
+def test_a_prefill_half_among_others_teaches_nothing() -> None:
+    """Nor does one whose end dsched heard late, nor one that is not watched."""
+    bench = PaceBench()
+    bench.begin("a", A, num_prompt_tokens=10_000)
+    bench.begin("b", A, num_prompt_tokens=10_000)
+    bench.pass_time(1)
+    shown = [bench.prefilled("a"), bench.prefilled("b")]
+    bench.begin("c", A, num_prompt_tokens=10_000)
+    bench.pass_time(1)
+    bench.now_ns += 60 * S
+    shown += [bench.prefilled("c"), bench.prefilled("nobody")]
+
+    assert shown == [None] * 4
 
 
 def test_a_few_prompts_teach_nothing_yet() -> None:

@@ -34,6 +34,11 @@ def send(router: PrefillRouter, key: str, tokens: int, now_ns: int = 0, cached: 
     return decision.worker
 
 
+def router_like(router: PrefillRouter) -> PrefillRouter:
+    """The same that has learned nothing."""
+    return make_router(router.num_workers)
+
+
 @pytest.fixture
 def router() -> Iterator[PrefillRouter]:
     made = make_router(4, bucket_bounds=())
@@ -47,6 +52,27 @@ def test_work_counts_attention(router: PrefillRouter) -> None:
     after_context = router.estimate_work_ns(num_uncached_tokens=12_000, num_cached_tokens=24_000)
     assert after_context == pytest.approx(2.25e9)
     assert router.estimate_work_ns(num_uncached_tokens=0, num_cached_tokens=9) == 0
+
+
+def test_work_is_learned_from_prompts_that_were_alone(router: PrefillRouter) -> None:
+    """Twice as slow as thought, after context too; what is booked stays what it was."""
+    send(router, "before", 12_000)
+    for _ in range(50):
+        for tokens, cached in ((3_000, 0), (12_000, 0), (12_000, 24_000)):
+            work_ns = router_like(router).estimate_work_ns(
+                num_uncached_tokens=tokens, num_cached_tokens=cached
+            )
+            router.observe(
+                2 * (work_ns + 10 * NS_PER_MS),
+                num_uncached_tokens=tokens,
+                num_cached_tokens=cached,
+            )
+    for elapsed_ns, tokens, cached in ((0, 100, 0), (NS_PER_MS, 0, 100), (NS_PER_MS, 100, -1)):
+        router.observe(elapsed_ns, num_uncached_tokens=tokens, num_cached_tokens=cached)
+
+    learned = router.estimate_work_ns(num_uncached_tokens=12_000, num_cached_tokens=24_000)
+    assert learned == pytest.approx(4.5e9, rel=0.02)
+    assert router.backlog_ns(0).max() == pytest.approx(1.25e9)
 
 
 def test_idle_workers_are_used_in_turn(router: PrefillRouter) -> None:
