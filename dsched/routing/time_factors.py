@@ -47,6 +47,10 @@ MIN_BLOCKS = 16
 """Blocks before an engine is compared; also the memory of its mean, in blocks. Fewer: noise is
 believed (8: of two equal vLLM engines on two busy cores, one was priced a quarter faster for three
 seconds). More: an engine that recovers is believed later."""
+KNOWN_BLOCKS = 8
+"""Blocks before an engine counts for the pool's middle, and goes on against what it showed itself.
+More: the faster of two is known first, and the load that the other then loses keeps it from being
+compared."""
 BAND = 0.1
 """Difference from the pool's middle, in logs, that is not worth acting on. Lower: engines that are
 equal are priced apart by what runs beside them. Higher: a loss of about as many percent."""
@@ -170,7 +174,7 @@ class TimeFactors:
             cell = self._cells[number] = [time - engine.level, 0.0]
         own_steps = engine.cell_steps.get(number, 0)
         is_shared = cell[1] - own_steps >= MIN_SHARED_STEPS
-        is_known = engine.num_blocks >= MIN_BLOCKS
+        is_known = engine.num_blocks >= KNOWN_BLOCKS
         deviation = time - cell[0] - engine.level
         deviation = min(MAX_DEVIATION, max(-MAX_DEVIATION, deviation))
         if is_shared or not is_known or own_steps < MIN_SHARED_STEPS:
@@ -203,7 +207,7 @@ class TimeFactors:
         for engine_id, engine in self._engines.items():
             if engine.num_blocks and engine.block_at < oldest:
                 self.forget(engine_id)
-            elif engine.num_blocks >= MIN_BLOCKS // 2:
+            elif engine.num_blocks >= KNOWN_BLOCKS:
                 levels.append(engine.level)
         middle = median(levels) if levels else 0.0
         for engine in self._engines.values():
