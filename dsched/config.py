@@ -192,6 +192,12 @@ class LaunchConfig(Section, frozen=True, kw_only=True):
     """Engines to start. More than the machine has devices or memory for: they fail to start."""
     args: tuple[str, ...] = ()
     """Further command-line arguments for each engine, as a YAML list."""
+    chat_format: ChatFormat = "template"
+    """How the model's chats become prompts and answers become messages; see `POOL.model`."""
+    tool_call_format: ToolCallFormat | None = None
+    """Shape in which the model writes tool calls; see `POOL.model`."""
+    reasoning_format: ReasoningFormat | None = None
+    """Shape in which the model writes reasoning; see `POOL.model`."""
     python: str | None = None
     """Interpreter of the environment that has the engine; default: the one dsched runs in."""
     data_parallel_size: Annotated[int, Meta(ge=1, le=4_096)] = 1

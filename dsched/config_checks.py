@@ -11,12 +11,20 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from dsched.config import BUILTIN_ROUTING_POLICIES, Config, EngineConfig, PoolConfig
+from dsched.config import (
+    BUILTIN_ROUTING_POLICIES,
+    Config,
+    EngineConfig,
+    LaunchConfig,
+    ModelConfig,
+    PoolConfig,
+)
 from dsched.config_yaml import key_path
 from dsched.errors import ConfigError
 
 MAX_ENDPOINT_LENGTH = 4_096
 DEFAULT_PORTS = {"http": 80, "https": 443}
+CHAT_KEYS = ("chat_format", "tool_call_format", "reasoning_format")
 ETCD_SCHEME = "etcd://"
 ETCD_PORT = 2_379
 ETCD_PREFIX = "dsched"
@@ -185,6 +193,9 @@ def _check_pools(config: Config) -> None:
         if not pool.model.name:
             raise ConfigError(f"{path}.model.name: must not be empty")
         _check_model_names(path, pool)
+        is_real = any(engine.kind != "sim" for engine in pool.engines)
+        has_tokenizer = is_real or pool.model.tokenizer is not None
+        _check_chat(f"{path}.model", pool.model, has_tokenizer=has_tokenizer)
         for index, engine in enumerate(pool.engines):
             engine_path = f"{path}.engines[{index}]"
             _check_unique(f"{engine_path}.id", config.engine_id(name, index), ids, "engine id")
@@ -271,12 +282,27 @@ def _check_pair(pools: Mapping[str, PoolConfig], prefill: str, decode: str) -> N
         )
 
 
+def _check_chat(path: str, settings: ModelConfig | LaunchConfig, *, has_tokenizer: bool) -> None:
+    """The keys that say how chats are rendered and read."""
+    stated = [key for key in CHAT_KEYS if getattr(settings, key) not in (None, "template")]
+    if stated and not has_tokenizer:
+        raise ConfigError(f"{path}.{stated[0]}: simulated engines answer with text alone")
+    if settings.chat_format == "template":
+        return
+    for key in ("chat_template", "tool_call_format", "reasoning_format"):
+        if getattr(settings, key, None) is not None:
+            raise ConfigError(
+                f"{path}.{key}: has no meaning with chat_format {settings.chat_format}"
+            )
+
+
 def _check_launch(config: Config) -> None:
     launch = config.launch
     if config.pools:
         return
     if launch.engine != "sim" and not launch.model:
         raise ConfigError(f"$.launch.model: engine {launch.engine!r} needs a model folder")
+    _check_chat("$.launch", launch, has_tokenizer=launch.engine != "sim")
     if launch.engine == "sim" and launch.data_parallel_size > 1:
         raise ConfigError(
             f"$.launch.data_parallel_size: {launch.data_parallel_size} is for real engines; "

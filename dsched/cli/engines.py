@@ -13,6 +13,7 @@ from dsched.clock import SystemClock
 from dsched.config import (
     Config,
     EngineConfig,
+    ModelConfig,
     PoolConfig,
     SimConfig,
     chunk_weights_environment,
@@ -141,13 +142,6 @@ class FleetBuilder:
         model = pool.model
         if model.tokenizer is not None:
             return load_model(model.name, Path(model.tokenizer), config=model)
-        for key, default in (
-            ("chat_format", "template"),
-            ("tool_call_format", None),
-            ("reasoning_format", None),
-        ):
-            if getattr(model, key) != default:
-                raise ConfigError(f"$.pools.{pool_name}.model.{key}: needs model.tokenizer")
         if kinds == {"sim"}:
             return sim_model(model.name)
         raise ConfigError(
@@ -265,7 +259,13 @@ class FleetBuilder:
                 engine_id, url = server.engine_id, keeper.servers[server.engine_id].url
                 self._add_server(engine_id, EngineConfig(kind=kind, url=url), model=name)
                 specs.append(EngineSpec(engine_id=engine_id, model=name, ep_group=server.ep_group))
-        self.fleet.models[name] = load_model(name, folder)
+        chat = ModelConfig(
+            name=name,
+            chat_format=launch.chat_format,
+            tool_call_format=launch.tool_call_format,
+            reasoning_format=launch.reasoning_format,
+        )
+        self.fleet.models[name] = load_model(name, folder, config=chat)
         return PoolSpec(name=LAUNCH_POOL, model=name, engines=tuple(specs))
 
     def _planner(self, kind: Literal["vllm", "sglang"], engine_id: EngineId) -> PlanServers:

@@ -132,7 +132,8 @@ class TemplateRenderer:
         if offered_tools(body) is None:
             return
         if self._tool_call_format is None:
-            rule = "set the model's tool_call_format to the shape in which it writes calls"
+            keys = "pools.POOL.model.tool_call_format, or launch.tool_call_format"
+            rule = f"say in {keys} how it writes them"
             raise bad_request(f"tools: this model's calls are not read; {rule}", param="tools")
         if body.tool_choice not in (None, "auto"):
             rule = "only 'auto' and 'none' can be honoured"

@@ -111,6 +111,16 @@ async def test_run_starts_replicas_of_the_named_engine(
     [
         ({"engine": "sglang"}, "needs a model folder"),
         ({"engine": "sglang", "model": "x", "load_balancer": "external"}, "one server"),
+        ({"tool_call_format": "hermes"}, r"launch.tool_call_format: simulated engines"),
+        (
+            {
+                "engine": "vllm",
+                "model": "x",
+                "chat_format": "deepseek-v4",
+                "reasoning_format": "think",
+            },
+            r"launch.reasoning_format: has no meaning with chat_format deepseek-v4",
+        ),
     ],
 )
 def test_launch_that_cannot_be_is_named(launch: dict, message: str) -> None:

@@ -7,10 +7,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from dsched.errors import ConfigError
+from dsched.frontdoor.deltas import MessageBuilder
 from dsched.frontdoor.errors import ApiError
 from dsched.frontdoor.models import load_model
 from dsched.frontdoor.renderer import TemplateRenderer, load_renderer
+from dsched.frontdoor.schema import ChatBody, parse_chat
+from dsched.frontdoor.text import TokenTexts
 from dsched.sim.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, build_sim_tokenizer
+from dsched.testing.chat_models import HERMES_TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +37,88 @@ def control_ids(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 FRAME = ["<|bos|>", "<|user|>", "<|end|>", "<|assistant|>"]
+
+
+def chat(**fields: object) -> ChatBody:
+    body: dict[str, object] = {"model": "m", "messages": user("hi"), **fields}
+    return parse_chat(json.dumps(body).encode())
+
+
+def hermes(tokenizer: Tokenizer, **formats: str) -> TemplateRenderer:
+    formats = {"tool_call_format": "hermes"} | formats
+    return TemplateRenderer(tokenizer, chat_template=HERMES_TEMPLATE, **formats)  # type: ignore[arg-type]
+
+
+def test_tools_and_calls_reach_the_template(tokenizer: Tokenizer) -> None:
+    """Arguments as the object that was written; broken ones as the text they are."""
+    tool = {"type": "function", "function": {"name": "f", "description": "é"}}
+    calls = [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
+        for text in ('{"x": "日", "y": [1]}', "{broken", "")
+    ]
+    body = chat(
+        messages=[
+            *user("hi"),
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "a", "content": "done"},
+        ],
+        tools=[tool],
+    )
+
+    ids = hermes(tokenizer).render_chat(body).token_ids
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+
+    assert text.startswith(f"<|bos|><|system|>{json.dumps(tool, ensure_ascii=False)}\n<|end|>")
+    assert '<tool_call>{"name": "f", "arguments": {"x": "日", "y": [1]}}</tool_call>' in text
+    assert '<tool_call>{"name": "f", "arguments": "{broken"}</tool_call>' in text
+    assert '<tool_call>{"name": "f", "arguments": {}}</tool_call>' in text
+    assert "<tool_response>done</tool_response>" in text
+
+
+def test_control_tokens_in_tools_and_calls_stay_text(tokenizer: Tokenizer) -> None:
+    """In descriptions, names of parameters, arguments and their keys."""
+    evil = "".join(SPECIAL_TOKENS)
+    schema = {"type": "object", "properties": {evil: {"description": evil}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": evil, "parameters": schema},
+    }
+    arguments = json.dumps({evil: [evil]})
+    call = {"id": evil, "type": "function", "function": {"name": evil, "arguments": arguments}}
+    messages = [*user("hi"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    ids = hermes(tokenizer).render_chat(chat(messages=messages, tools=[tool])).token_ids
+
+    frame = ["<|bos|>", "<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>", "<|end|>"]
+    assert control_ids(tokenizer, ids) == [*frame, "<|assistant|>"]
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert text.count(evil) == 6
+
+
+def test_markers_that_are_special_tokens_are_read(tokenizer: Tokenizer) -> None:
+    """Some tokenizers leave them out of the text."""
+    own = Tokenizer.from_str(tokenizer.to_str())
+    own.add_special_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    tool = {"type": "function", "function": {"name": "f"}}
+    rendered = hermes(own, reasoning_format="think").render_chat(chat(tools=[tool]))
+    text = '<think>so</think>a<tool_call>{"name": "f", "arguments": {}}</tool_call>b'
+    builder = MessageBuilder("call_", max_calls=None)
+    assert rendered.make_parser is not None
+    parser = rendered.make_parser(builder, TokenTexts(own).detokenizer(), None, 0)
+    for token_id in own.encode(text, add_special_tokens=False).ids:
+        parser.feed(token_id)
+
+    assert parser.finish("stop") == "tool_calls"
+    message = builder.message()
+    assert (message["reasoning_content"], message["content"]) == ("so", "ab")
+    assert parser.num_reasoning_tokens == 2  # its text and its end marker
+
+
+def test_a_model_without_formats_answers_with_text(renderer: TemplateRenderer) -> None:
+    assert renderer.render_chat(chat()).make_parser is None
+    with pytest.raises(ApiError, match=r"launch\.tool_call_format") as refusal:
+        renderer.check_chat(chat(tools=[{"type": "function", "function": {"name": "f"}}]))
+    assert refusal.value.param == "tools"
 
 
 def test_chat_is_what_the_template_says(tokenizer: Tokenizer, renderer: TemplateRenderer) -> None:
