@@ -317,14 +317,16 @@ class Answer:
             self._connection.start_stream(200, headers, self._format.opening() + data)
 
     def _flush(self, reason: str) -> str:
-        """Send what was held back, now that the answer has ended; return its finish reason."""
+        """Take what was held back, now that the answer has ended; return its finish reason."""
         if self._finder is not None:
-            self._emit(self._finder.flush())
+            self._pieces.append(self._finder.flush())
         return reason
 
     def _last_delta(self) -> dict[str, Any] | None:
-        """What goes into the same event as the finish reason; `None` for plain text."""
-        return None
+        """What goes into the same event as the finish reason: a client that breaks off has both or
+        neither, and never gets the end of a text twice."""
+        text = "".join(self._pieces)
+        return {"content": text} if text else None
 
     def _message(self) -> dict[str, Any] | None:
         """The message of an answer without a stream; `None` if it is all text."""

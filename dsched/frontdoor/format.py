@@ -159,16 +159,17 @@ class AnswerFormat:
         """Return the last events: the reason, the usage if it was asked for, and the end mark.
 
         `handoff` says in the event of the reason what the client may rely on after a lost engine.
-        `delta` is the end of a parsed answer, in the same event: a client has both or neither.
+        `delta` is the end of the answer, which goes into that event too.
         """
-        empty = b'{"index":0,"delta":{}' if self._api is Api.CHAT else b'{"index":0,"text":""'
-        if delta is not None:
-            empty = b'{"index":0,"delta":' + encode_json(delta)
+        if self._api is Api.CHAT:
+            rest = b'{"index":0,"delta":' + encode_json(delta or {})
+        else:
+            rest = b'{"index":0,"text":' + encode_json((delta or {}).get("content", ""))
         finish = b',"logprobs":null,"finish_reason":"%b"' % reason.encode()
         tail = self._tail
         if handoff is not None:
             tail = b'}],"dsched":' + encode_json(handoff) + tail.removeprefix(b"}]")
-        parts = [self._base, empty, finish, tail]
+        parts = [self._base, rest, finish, tail]
         if usage is not None:
             parts += [self._base, b'],"usage":', encode_json(usage.document()), b"}\n\n"]
         parts.append(DONE)

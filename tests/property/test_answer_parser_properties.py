@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsched.frontdoor.deltas import MessageBuilder
-from dsched.frontdoor.hermes import CALL_END, CALL_START, THINK_END, THINK_START, TextReader
+from dsched.frontdoor.hermes import THINK_END, THINK_START, TextReader
+from dsched.frontdoor.hermes_call import CALL_END, CALL_START
 
 NAMES = st.text(min_size=1, max_size=8)
 VALUES = st.recursive(

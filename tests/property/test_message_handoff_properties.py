@@ -1,4 +1,4 @@
-"""An engine is lost at any token of a parsed answer, or a client comes back at any token: the
+"""An engine is lost at any token of an answer, or a client comes back at any token: the
 message, the calls and the ids of the calls are those of the undisturbed answer.
 
 The front door's answer is driven directly: what the controller gives after a handoff, and after a
@@ -6,9 +6,9 @@ restart with `Last-Event-ID`, is the same tokens in other groups.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from dsched.clock import ManualClock
 from dsched.controller.request import RequestError, RequestFinish
 from dsched.drivers.base import FinishReason
+from dsched.frontdoor.answer import Answer
 from dsched.frontdoor.deepseek import DeepseekRenderer
 from dsched.frontdoor.deltas import MessageBuilder, call_id_prefix
 from dsched.frontdoor.errors import ApiError
@@ -103,6 +104,12 @@ HERMES = TemplateRenderer(
 )
 V41 = DeepseekRenderer(DEEPSEEK, chat_format="deepseek-v4.1")
 CASES = {
+    "plain": Case(
+        tokenizer=SIM,
+        renderer=TemplateRenderer(SIM, chat_template=HERMES_TEMPLATE),
+        text="one 😀 two EN",
+        fields={"stop": "END"},
+    ),
     "hermes": Case(
         tokenizer=SIM,
         renderer=HERMES,
@@ -171,17 +178,18 @@ class Bench:
         document = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **case.fields}
         body = parse_chat(json.dumps(document).encode())
         rendered = case.renderer.render_chat(body)
-        assert rendered.make_parser is not None
         self.prompt = rendered.token_ids
         self.client, self.control = Client(), Control()
         self.is_stream = is_stream
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
-        self.answer = ParsedAnswer(
-            builder=MessageBuilder(
+        make: Callable[..., Answer] = Answer
+        if rendered.make_parser is not None:
+            builder = MessageBuilder(
                 call_id_prefix(RequestId("r"), self.prompt),
                 max_calls=1 if body.parallel_tool_calls is False else None,
-            ),
-            make_parser=rendered.make_parser,
+            )
+            make = partial(ParsedAnswer, builder=builder, make_parser=rendered.make_parser)
+        self.answer = make(
             connection=self.client,
             control=self.control,
             clock=ManualClock(),
@@ -285,6 +293,7 @@ def test_cases_are_what_they_are_for() -> None:
     heard = {name: Bench(case).run(case).heard() for name, case in CASES.items()}
 
     assert {name: each.reasons for name, each in heard.items()} == {
+        "plain": ["stop"],
         "hermes": ["tool_calls"],
         "hermes_cut": ["length"],
         "hermes_stop": ["stop"],
@@ -293,7 +302,9 @@ def test_cases_are_what_they_are_for() -> None:
         "deepseek_cut": ["length"],
         "deepseek_stop": ["stop"],
     }
+    assert heard["plain"].content == "one 😀 two EN"
     assert {name: len(each.calls) for name, each in heard.items()} == {
+        "plain": 0,
         "hermes": 2,
         "hermes_cut": 1,
         "hermes_stop": 0,
