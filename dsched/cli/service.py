@@ -346,10 +346,12 @@ class Service:
         """What the registry is told, once a second; and what it says of the pools' other users."""
         if not self.is_simulated:  # simulated engines are each process's own
             heard = self.peers.peers if self.peers is not None else ()
-            for pool, index, count in find_peers(
+            for pool, index, count, hears_all in find_peers(
                 self.fleet.pools, self.member.cluster, own_id=self.instance_id, heard=heard
             ):
-                self.controller.set_peers(pool, router_index=index, num_routers=count)
+                self.controller.set_peers(
+                    pool, router_index=index, num_routers=count, hears_peers=hears_all
+                )
         if self.peers is not None:
             self.peers.follow(peer_addresses(self.fleet.pools, self.member.cluster))
         return self._engine_rows()
@@ -367,20 +369,17 @@ class Service:
 
 def find_peers(
     pools: Iterable[PoolSpec], cluster: ClusterView, *, own_id: str, heard: Collection[str] = ()
-) -> Iterator[tuple[str, int, int]]:
-    """(pool, number of this process, how many there are) among the dsched processes over a pool.
-
-    As if this one were alone, while all others tell it what they book: nobody then has to keep away
-    from ranks that another one may just have filled.
-    """
+) -> Iterator[tuple[str, int, int, bool]]:
+    """(pool, number of this process, how many there are, whether all others are `heard`) among the
+    dsched processes over a pool."""
     for pool in pools:
         first = min((engine.engine_id for engine in pool.engines), default=None)
         if first is None:
             continue
         instance_ids = sorted({own_id, *cluster.drivers_of(first)})
-        if all(each in heard for each in instance_ids if each != own_id):
-            instance_ids = [own_id]
-        yield pool.name, instance_ids.index(own_id), len(instance_ids)
+        others = [each for each in instance_ids if each != own_id]
+        hears_all = bool(others) and all(each in heard for each in others)
+        yield pool.name, instance_ids.index(own_id), len(instance_ids), hears_all
 
 
 def peer_addresses(pools: Iterable[PoolSpec], cluster: ClusterView) -> dict[str, str]:

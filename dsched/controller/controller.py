@@ -220,15 +220,20 @@ class Controller:
         self._state.policies = policies
         return old
 
-    def set_peers(self, pool: str, *, router_index: int, num_routers: int) -> None:
-        """Say which of how many dsched processes over a pool's engines this one is now.
+    def set_peers(
+        self, pool: str, *, router_index: int, num_routers: int, hears_peers: bool = False
+    ) -> None:
+        """Say which of how many dsched processes over a pool's engines this one is now, and whether
+        it hears from all others what they send.
 
         Raises `ValueError` for a pool that is not there, or a number that is not one of them.
         """
         if pool not in self._state.pools:
             raise ValueError(f"no pool is called {pool!r}")
         router = self._state.pools[pool].router
-        if router.set_peers(router_index=router_index, num_routers=num_routers):
+        if router.set_peers(
+            router_index=router_index, num_routers=num_routers, hears_peers=hears_peers
+        ):
             self._state.recorder.on_peers(pool, self._state.clock.now_ns())
 
     @property

@@ -75,7 +75,7 @@ DEFAULT_BASE_NS = 15_000_000.0
 
 _NOTHING_EXCLUDED: NDArray[np.int64] = np.empty(0, np.int64)
 _NOTHING_EXCLUDED.flags.writeable = False
-_NOTHING_AWAY: NDArray[np.bool_] = np.empty(0, np.bool_)
+_NOTHING_AWAY: NDArray[np.int8] = np.empty(0, np.int8)
 _NOTHING_AWAY.flags.writeable = False
 
 
@@ -186,7 +186,8 @@ class DecodeRouter:
         if num_routers < 1:
             raise ValueError(f"num_routers is {num_routers}; it must be at least 1")
         self._router_index = router_index
-        self._is_away: NDArray[np.bool_] | None = None
+        self._hears_peers = False
+        self._is_away: NDArray[np.int8] | None = None
         """See `_ranks_away`; `None` when ranks or routers have changed."""
         self._num_routers = num_routers
         if gather_ns < 0:
@@ -297,22 +298,32 @@ class DecodeRouter:
         is_away = self._ranks_away()
         return bool(len(is_away) and is_away[rank])
 
-    def set_peers(self, *, router_index: int, num_routers: int) -> bool:
-        """Say which of how many routers over the same engines this one is now; `True` if that is
-        news.
+    def home_margin_ns(self, rank: int, num_prompt_tokens: int) -> float:
+        """By how much a rank must be cheaper than others because another router is asked first to
+        fill it, in ns."""
+        is_away = self._ranks_away()
+        if not len(is_away):
+            return 0.0
+        return float(k.home_margin(self._prices, rank, num_prompt_tokens, is_away[rank]))
+
+    def set_peers(self, *, router_index: int, num_routers: int, hears_peers: bool = False) -> bool:
+        """Say which of how many routers over the same engines this one is now, and whether it hears
+        from all others what they send (`peers`); `True` if that is news.
 
         Raises `ValueError` for a number that is not one of them.
         """
         if not 0 <= router_index < num_routers:
             raise ValueError(f"router_index {router_index} is not one of {num_routers} routers")
-        if (router_index, num_routers) == (self._router_index, self._num_routers):
+        known = self._router_index, self._num_routers, self._hears_peers
+        if (router_index, num_routers, hears_peers) == known:
             return False
         self._router_index, self._num_routers = router_index, num_routers
+        self._hears_peers = hears_peers
         self._is_away = None
         return True
 
-    def _ranks_away(self) -> NDArray[np.bool_]:
-        """[D] ranks that are at home with another router; empty where all are here.
+    def _ranks_away(self) -> NDArray[np.int8]:
+        """[D] where ranks are at home, as in `kernels`; empty where all are here.
 
         Homes follow the order of rank ids, which is the same in every process; the order in which
         engines came up is not.
@@ -325,7 +336,9 @@ class DecodeRouter:
                 order = sorted(range(num_ranks), key=self.ledger.rank_id)
                 home = np.empty(num_ranks, np.int64)
                 home[order] = np.arange(num_ranks) % self._num_routers
-                self._is_away = home != self._router_index % self._num_routers
+                away = k.AWAY_HEARD if self._hears_peers else k.AWAY
+                is_here = home == self._router_index % self._num_routers
+                self._is_away = np.where(is_here, k.HERE, away).astype(np.int8)
         return self._is_away
 
     def set_prices(self, *, request_ns: float, kv_token_ns: float, rank: int | None = None) -> None:

@@ -56,6 +56,8 @@ class RouterSnapshot:
     """In order of arrival."""
     served_tokens: dict[str, int]
     next_number: int
+    hears_peers: bool = False
+    """All other routers tell this one what they send."""
 
 
 class FixedLongest:
@@ -90,6 +92,7 @@ def take_snapshot(router: DecodeRouter) -> RouterSnapshot:
         held=tuple(held._held.values()),
         served_tokens=dict(held._served_tokens),
         next_number=held._next_number,
+        hears_peers=router._hears_peers,
     )
 
 
@@ -121,6 +124,7 @@ def restore_router(snapshot: RouterSnapshot) -> DecodeRouter:
         max_hold_ns=settings.max_hold_ns,
         calibrates=False,
     )
+    router._hears_peers = snapshot.hears_peers
     router._longest = FixedLongest()  # type: ignore[assignment]
     set_ranks(router, snapshot.rank_ids)
     router.ledger.table[:, :num_ranks] = snapshot.table

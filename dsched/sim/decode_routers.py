@@ -129,7 +129,7 @@ def simulate_routers(
     requests, concurrency = draw_requests(trace, group, run)
     routers = [
         make_router(group, router_index=index,
-                    num_routers=num_routers if peer_delay_ns is None else 1, run=run,
+                    num_routers=num_routers, run=run,
                     is_synchronised=is_synchronised,
                     max_report_lag_ns=report_delay_steps * LONGEST_STEP_NS)
         for index in range(num_routers)
@@ -137,6 +137,8 @@ def simulate_routers(
     talk = None
     if peer_delay_ns is not None:
         talk = _Talk(routers, delay_ns=peer_delay_ns)
+        for index, router in enumerate(routers):
+            router.set_peers(router_index=index, num_routers=num_routers, hears_peers=True)
     loop = _Loop(group, routers, requests, concurrency, is_late=is_late, talk=talk, seed=run.seed)
     loop.run(run.num_steps, warm_steps=run.warm_steps, delay_steps=report_delay_steps)
     for router in routers:

@@ -96,9 +96,7 @@ def cost_of(router: DecodeRouter, request: RoutingRequest, rank: int) -> CostTer
         requests_ns=request_ns * (running + 1),
         kv_ns=kv_token_ns * (tokens + request.num_prompt_tokens),
         base_ns=router.more_base_ns(rank),
-        home_ns=k.HOME_MARGIN * (request_ns + kv_token_ns * request.num_prompt_tokens)
-        if router.is_home_elsewhere(rank)
-        else 0.0,
+        home_ns=router.home_margin_ns(rank, request.num_prompt_tokens),
     )
 
 

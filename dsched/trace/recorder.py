@@ -722,6 +722,7 @@ def _keyframe(pool: str, snapshot: RouterSnapshot, now_ns: int) -> Keyframe:
         ),
         snapshot.served_tokens,
         snapshot.next_number,
+        snapshot.hears_peers,
     )
 
 

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-FORMAT_VERSION = 1
-"""Raised when a record changes; a file of a newer version is refused by name."""
+FORMAT_VERSION = 2
+"""Raised when a record changes; a file of a newer version is refused by name. 2: `hears_peers`."""
 
 MAX_REASON_CHARS = 120
 """Of the reason of a loss. Shorter: the errno at the end of a message is lost. Longer: an engine's
@@ -52,6 +52,8 @@ class Keyframe(Record, frozen=True, array_like=True, gc=False, tag=1):
     """Prompt tokens that each waiting tenant got from the queue."""
     next_number: int
     """Of the next request that is held."""
+    hears_peers: bool = False
+    """All other dsched processes over the pool tell this one what they send."""
 
 
 class Ranks(Record, frozen=True, array_like=True, gc=False, tag=2):

@@ -164,6 +164,7 @@ def snapshot_of(record: Keyframe) -> RouterSnapshot:
         ),
         served_tokens=record.served_tokens,
         next_number=record.next_number,
+        hears_peers=record.hears_peers,
     )
 
 

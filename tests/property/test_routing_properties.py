@@ -49,6 +49,7 @@ def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     max_state=st.integers(0, 1),
     level=st.sampled_from([0, 100, 300]),
     routers=st.sampled_from([(1, 0), (2, 1), (4, 2), (9, 8)]),
+    away=st.sampled_from([k.AWAY, k.AWAY_HEARD]),
     ignore_room=st.booleans(),
 )
 @settings(max_examples=400, deadline=None)
@@ -62,6 +63,7 @@ def test_a_choice_is_that_of_its_plain_twin(
     max_state: int,
     level: int,
     routers: tuple[int, int],
+    away: int,
     *,
     ignore_room: bool,
 ) -> None:
@@ -69,7 +71,8 @@ def test_a_choice_is_that_of_its_plain_twin(
     num_ranks = loads.shape[1]
     arguments = (loads, prices, num_ranks, prompt, prompt + reserve, pin)
     num_routers, router_index = routers
-    is_away = np.arange(num_ranks) % num_routers != router_index
+    is_away = np.where(np.arange(num_ranks) % num_routers != router_index, away, k.HERE)
+    is_away = is_away.astype(np.int8)
     if not 1 < num_routers <= num_ranks:
         is_away = is_away[:0]
     rest = (offset % num_ranks, max_state, level, is_away, ignore_room)

@@ -93,7 +93,10 @@ class Bench:
         """Other dsched processes come and go."""
         num_routers = int(self.rng.integers(1, 4))
         index = int(self.rng.integers(num_routers))
-        if self.router.set_peers(router_index=index, num_routers=num_routers):
+        hears_peers = bool(self.rng.random() < 0.5)
+        if self.router.set_peers(
+            router_index=index, num_routers=num_routers, hears_peers=hears_peers
+        ):
             self.recorder.on_peers("p", self.now_ns)
 
     def reprice(self) -> None:

@@ -65,11 +65,12 @@ def pick_rank(
 
     def cost(rank: int) -> float:
         own = rank_cost(table, prices, rank, prompt_tokens)
-        if not len(is_away) or not is_away[rank]:
+        request_ns, token_ns = prices[k.REQUEST_NS, rank], prices[k.KV_TOKEN_NS, rank]
+        if not len(is_away) or is_away[rank] == k.HERE:
             return own
-        return own + k.HOME_MARGIN * (
-            prices[k.REQUEST_NS, rank] + prices[k.KV_TOKEN_NS, rank] * prompt_tokens
-        )
+        if is_away[rank] == k.AWAY_HEARD:
+            return own + k.HEARD_MARGIN * request_ns
+        return own + k.HOME_MARGIN * (request_ns + token_ns * prompt_tokens)
 
     def place(rank: int) -> int:
         return (rank - tie_offset) % num_ranks

@@ -390,9 +390,10 @@ def test_who_drives_an_engine_is_known_by_their_keys() -> None:
     ]
 
     assert view.drivers_of("e0") == ("a", "b")
-    assert list(find_peers(pools, view, own_id="b")) == [("p", 1, 2), ("q", 0, 2), ("r", 0, 1)]
-    heard = list(find_peers(pools, view, own_id="b", heard=("a",)))
-    assert heard == [("p", 0, 1), ("q", 0, 2), ("r", 0, 1)], "only where all others are heard"
+    found = list(find_peers(pools, view, own_id="b"))
+    assert found == [("p", 1, 2, False), ("q", 0, 2, False), ("r", 0, 1, False)]
+    found = list(find_peers(pools, view, own_id="b", heard=("a",)))
+    assert found == [("p", 1, 2, True), ("q", 0, 2, False), ("r", 0, 1, False)]
 
 
 def test_addresses_of_peers_are_those_of_processes_over_the_same_pool() -> None:

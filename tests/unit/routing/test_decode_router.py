@@ -112,6 +112,23 @@ def test_routers_that_come_and_go_change_homes() -> None:
         router.set_peers(router_index=2, num_routers=2)
 
 
+def test_a_router_that_hears_the_others_keeps_a_request_away_from_their_ranks() -> None:
+    """Blind, it keeps four away, and as many prompts: the others may just have sent them."""
+    counts = {}
+    for hears_peers in (False, True):
+        router = make_router(2)
+        router.set_peers(router_index=0, num_routers=2, hears_peers=hears_peers)
+        for key in range(8):
+            rank = router.pick(RoutingRequest(num_prompt_tokens=1_000), 0).rank
+            assert rank is not None
+            router.book(rank, key, num_prompt_tokens=1_000, now_ns=0)
+        counts[hears_peers] = [router.load_of(rank).num_own_running for rank in (0, 1)]
+        assert router.home_margin_ns(0, 1_000) == 0.0
+
+    assert counts == {False: [6, 2], True: [5, 3]} or counts == {False: [6, 2], True: [4, 4]}
+    assert router.home_margin_ns(1, 1_000) == router.prices_of(1)[0]
+
+
 def test_sequential_requests_use_every_rank(router: DecodeRouter) -> None:
     """One request at a time on idle ranks: none is starved (ai-dynamo/dynamo#7836)."""
     ranks = []

@@ -190,7 +190,7 @@ def test_a_cut_file_is_used_as_far_as_it_goes(trace: Path, tmp_path: Path) -> No
     [
         (b"a,b\n1,2\n", "is not a decision trace"),
         (b"DSCHEDT\n\x05", "cut off before its header"),
-        (NEWER, "was written by dsched 9.9 in format 99; this dsched reads formats up to 1"),
+        (NEWER, "was written by dsched 9.9 in format 99; this dsched reads formats up to 2"),
     ],
 )
 def test_what_is_no_trace_is_one_line(

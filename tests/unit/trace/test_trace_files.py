@@ -110,7 +110,7 @@ def test_a_newer_version_is_refused_by_name(path: Path) -> None:
     path.write_bytes(MAGIC + _FRAME_HEAD.pack(len(payload), zlib.crc32(payload)) + payload)
 
     with pytest.raises(
-        TraceError, match=r"written by dsched 9\.9 in format 2; this dsched reads formats up to 1"
+        TraceError, match=r"written by dsched 9\.9 in format 3; this dsched reads formats up to 2"
     ):
         TraceReader(path)
 
