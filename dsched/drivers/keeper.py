@@ -112,6 +112,8 @@ class EngineKeeper:
         if self._launching is not None:
             # A process that is being made cannot be left to itself: it would be nobody's.
             await asyncio.wait([self._launching])
+            if not self._launching.cancelled():
+                self._launching.exception()  # whoever waited for it has gone
         await asyncio.gather(*(server.stop() for server in self.servers.values()))
 
     async def _keep(self) -> None:

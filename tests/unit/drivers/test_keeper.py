@@ -1,9 +1,11 @@
 """The keeper, with stand-ins for the engine's Python: what dies comes back, alone and in time."""
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -279,6 +281,32 @@ async def test_stop_while_it_is_being_started(world: World, *, is_first: bool) -
 
     assert len(world.launched) == (1 if is_first else 2)
     assert all(engine.is_gone for engine in world.launched)
+
+
+async def test_start_that_fails_while_it_stops_is_nobodys_news(world: World) -> None:
+    """Whoever started it has gone already."""
+    gate, reached = asyncio.Event(), asyncio.Event()
+
+    async def fail() -> None:
+        reached.set()
+        await gate.wait()
+        raise DriverError("no memory")
+
+    problems: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, each: problems.append(each))
+    world.before_launch = fail
+    starting = asyncio.create_task(world.keeper.start())
+    await reached.wait()
+    starting.cancel()
+    stopping = asyncio.create_task(world.keeper.stop())
+    gate.set()
+    await asyncio.wait([starting, stopping])
+    await stopping
+    world.keeper._launching = None
+    gc.collect()
+
+    assert starting.cancelled()
+    assert problems == []
 
 
 async def test_stop_between_two_servers_of_a_group(world: World) -> None:
