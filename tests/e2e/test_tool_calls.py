@@ -11,12 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from double_cluster import MODEL, Cluster
 from openai.types.chat import ChatCompletionChunk
+from test_run_process import RunningDsched, start, wait
 from tokenizers import Tokenizer
 
+from dsched.config import ModelConfig
+from dsched.frontdoor import load_model
 from dsched.sim.tokenizer import EOS_TOKEN_ID, build_sim_tokenizer
 from dsched.testing.chat_models import (
     DEEPSEEK_EOS,
@@ -96,12 +100,16 @@ class Rig:
         return self.kind.tokenizer.decode(self.model.prompts[index], skip_special_tokens=False)
 
 
-async def open_rig(
-    cluster: Cluster, kind: Kind, lines: Sequence[str], *, num_doubles: int = 1
-) -> Rig:
+def write_model(cluster: Cluster, kind: Kind) -> None:
     kind.tokenizer.save(str(cluster.folder / "tokenizer.json"))
     if "chat_format" not in kind.model:
         (cluster.folder / "chat_template.jinja").write_text(HERMES_TEMPLATE)
+
+
+async def open_rig(
+    cluster: Cluster, kind: Kind, lines: Sequence[str], *, num_doubles: int = 1
+) -> Rig:
+    write_model(cluster, kind)
     ids = [kind.tokenizer.encode(line, add_special_tokens=False).ids for line in lines]
     model = ScriptedModel(ids, eos_token_id=kind.eos_token_id)
     for _ in range(num_doubles):
@@ -156,8 +164,8 @@ class Told:
                 self.reasons.append(choice.finish_reason)
 
 
-def check_call(told: Told) -> None:
-    assert (told.reasoning, told.content) == ("so", "One moment.")
+def check_call(told: Told, *, reasoning: str = "so") -> None:
+    assert (told.reasoning, told.content) == (reasoning, "One moment.")
     (call,) = told.calls.values()
     assert call["name"] == "find"
     assert json.loads(call["arguments"]) == {"word": "日 <b>"}
@@ -280,6 +288,94 @@ async def test_an_answer_that_cannot_go_on_ends_with_an_error(cluster: Cluster, 
     assert told.reasons == []
 
 
+async def read_events(
+    url: str, kind: Kind, *, name: str, last_event_id: int, max_events: int | None = None
+) -> tuple[Told, int, bool]:
+    """What was told, the id of the last event, and whether the stream came to its end."""
+    body = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "max_tokens": 400,
+        "stream": True,
+        "temperature": 0,
+        "thinking": {"type": "disabled"},
+        "stop_token_ids": [kind.eos_token_id],
+    }
+    headers = {"x-request-id": name, "last-event-id": str(last_event_id)}
+    told, event_id = Told(), last_event_id
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+        async for raw in answer.content:
+            line = raw.decode().rstrip("\n")
+            if line.startswith("id: "):
+                event_id = int(line[4:])
+            if line == "data: [DONE]":
+                return told, event_id, True
+            if line.startswith("data: "):
+                told.add(ChatCompletionChunk.model_validate_json(line[6:]))
+                if told.num_chunks == max_events:
+                    break
+    return told, event_id, False
+
+
+@pytest.mark.slow
+async def test_a_client_comes_back_inside_of_a_call_after_a_restart(
+    cluster: Cluster, kind: Kind
+) -> None:
+    """The stream breaks off and dsched is killed while the arguments are written: with
+    `Last-Event-ID` the rest comes, under the same id of the call, from another process. Greedy, and
+    so without thinking, which samples: of sampled answers the file may be behind the client."""
+    write_model(cluster, kind)
+    line = kind.call_line.partition("</think>")[2].lstrip()
+    ids = kind.tokenizer.encode(line, add_special_tokens=False).ids
+    model = ScriptedModel([ids], eos_token_id=kind.eos_token_id)
+    await cluster.add_double(model=model, step_s=0.02, max_model_len=8_192, max_step_tokens=8_192)
+    config = cluster.folder / "cluster.json"
+    section = {"name": MODEL, "tokenizer": str(cluster.folder), **kind.model}
+    pool = {"model": section, "engines": [{"url": cluster.doubles[0].url}]}
+    document = {"agent": {"endpoint": cluster.agent_endpoint}, "pools": {"p": pool}}
+    config.write_text(json.dumps(document))
+    started: list[RunningDsched] = []
+
+    async def start_again() -> str:
+        for running in started:
+            running.process.kill()
+            await asyncio.to_thread(wait, running)
+        started.append(await asyncio.to_thread(start, cluster.folder, "-c", str(config)))
+        async with asyncio.timeout(20), aiohttp.ClientSession() as session:
+            while (await session.get(f"{started[-1].url}/ready")).status != 200:
+                await asyncio.sleep(0.02)
+        return started[-1].url
+
+    try:
+        url = await start_again()
+        whole, _, is_whole = await read_events(url, kind, name="whole", last_event_id=0)
+        assert is_whole
+        first, event_id, _ = await read_events(
+            url, kind, name="again", last_event_id=0, max_events=whole.num_chunks - 5
+        )
+        url = await start_again()
+        rest, _, is_whole = await read_events(url, kind, name="again", last_event_id=event_id)
+    finally:
+        for running in started:
+            running.process.kill()
+            await asyncio.to_thread(wait, running)
+
+    check_call(whole, reasoning="")
+    assert is_whole
+    assert 0 < len(first.calls[0]["arguments"]) < len(whole.calls[0]["arguments"])
+    joined = {key: first.calls[0][key] + rest.calls[0][key] for key in ("name", "arguments")}
+    assert joined == {key: whole.calls[0][key] for key in joined}
+    assert first.calls[0]["id"] != whole.calls[0]["id"]
+    assert rest.calls[0]["id"] == ""
+    assert first.content + rest.content == whole.content
+    assert rest.reasons == ["tool_calls"]
+
+
 @pytest.mark.slow
 async def test_log_probabilities_cover_every_token(cluster: Cluster, kind: Kind) -> None:
     rig = await open_rig(cluster, kind, [kind.call_line])
@@ -358,9 +454,6 @@ def vars_of(kind: Kind) -> dict[str, Any]:
 
 def test_the_folder_needs_no_template_for_deepseek(tmp_path: Path) -> None:
     """Its tokenizer alone is enough: the format is the library's."""
-    from dsched.config import ModelConfig
-    from dsched.frontdoor import load_model
-
     DEEPSEEK.save(str(tmp_path / "tokenizer.json"))
     config = ModelConfig(name="m", chat_format="deepseek-v4")
     assert load_model("m", tmp_path, config=config).name == "m"

@@ -157,6 +157,31 @@ def test_an_answer_cut_by_its_limit_says_so(v41: DeepseekRenderer, tokenizer: To
     assert arguments
 
 
+def test_a_required_call_begins_in_the_prompt(v41: DeepseekRenderer, tokenizer: Tokenizer) -> None:
+    """The answer begins inside of the block of calls, so it cannot be anything else."""
+    fields = {"tools": [TOOL], "tool_choice": "required", **DISABLED}
+    ids = v41.render_chat(chat(**fields)).token_ids
+    prompt = tokenizer.decode(ids, skip_special_tokens=False)
+    begun = "<｜DSML｜ calls>\n"
+    assert prompt.endswith(begun)
+
+    message, reason, _ = read(v41, tokenizer, CALL.removeprefix(begun), **fields)
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["find"]
+    assert (message["content"], reason) == (None, "tool_calls")
+
+
+def test_an_answer_can_go_on_where_the_last_message_ends(
+    v41: DeepseekRenderer, tokenizer: Tokenizer
+) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    messages += [{"role": "assistant", "content": "The word is", "prefix": True}]  # type: ignore[dict-item]
+    ids = v41.render_chat(chat(messages=messages)).token_ids
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith("</think>The word is")
+
+    message, _, _ = read(v41, tokenizer, " rank", messages=messages)
+    assert message["content"] == " rank"
+
+
 def test_control_tokens_and_ids_of_no_token_are_never_shown(
     v41: DeepseekRenderer, tokenizer: Tokenizer
 ) -> None:
