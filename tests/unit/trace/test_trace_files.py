@@ -11,7 +11,7 @@ from dsched.errors import TraceError
 from dsched.trace import FORMAT_VERSION, Header, TraceReader, TraceWriter
 from dsched.trace.files import _FRAME_HEAD, MAGIC
 from dsched.trace.recorder import RECORDS_OF_A_FRAME
-from dsched.trace.records import AnyRecord, Ended, FirstToken, Record
+from dsched.trace.records import AnyRecord, Ended, FirstToken, Keyframe, Record
 
 HEADER = Header(
     dsched_version="1.2.3", config_hash="c0ffee", source="test", seed=7, wall_s=0, clock_ns=0
@@ -113,6 +113,20 @@ def test_a_newer_version_is_refused_by_name(path: Path) -> None:
         TraceError, match=r"written by dsched 9\.9 in format 3; this dsched reads formats up to 2"
     ):
         TraceReader(path)
+
+
+def test_a_file_of_format_1_is_read(path: Path) -> None:
+    """Its keyframes do not say whether other dsched processes are heard: nobody was."""
+    keyframe = Keyframe(
+        5, "p", (0, 2, True, 0, 9, 10), (("e", 0),), b"", b"", 3, (), {}, 0, hears_peers=True
+    )
+    old = msgspec.msgpack.decode(msgspec.msgpack.encode([keyframe]))
+    assert old[0].pop() is True
+    writer = TraceWriter(path, msgspec.structs.replace(HEADER, format=1))
+    writer.write(old)
+    writer.close()
+
+    assert list(TraceReader(path)) == [msgspec.structs.replace(keyframe, hears_peers=False)]
 
 
 def test_a_flipped_bit_ends_the_reading_there(path: Path) -> None:
