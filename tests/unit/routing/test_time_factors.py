@@ -91,6 +91,21 @@ def test_a_slower_engine_is_priced_by_its_ratio(speeds: list[float], expected: l
     assert pool.used() == pytest.approx(expected, rel=0.08)
 
 
+def test_of_two_engines_the_slower_is_known_too() -> None:
+    """The faster has shown enough first, and then the other gets less load than anybody had."""
+
+    def load(rng: np.random.Generator, engine: int) -> Load:
+        is_told = pool.factors.factor(EngineId("e1")) < 1.0
+        running = int(rng.integers(40, 60)) if not is_told else (10, 90)[engine]
+        return running, running * 1_000
+
+    pool = Pool([2.0, 1.0], load=load, noise=0.1)
+    for _ in range(MAX_STEPS_TO_BELIEVE):
+        pool.work(1)
+        pool.work(1, engines=[1])
+    assert pool.used() == pytest.approx([2.0**0.5, 0.5**0.5], rel=0.08)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_factors_are_those_of_one_fit_to_all_steps(seed: int) -> None:
     """Loads that overlap in part: a slow engine that is given less."""
