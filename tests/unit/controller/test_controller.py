@@ -27,6 +27,7 @@ from dsched.errors import EngineRefusedError, EngineUnreachableError
 from dsched.faults import MembershipView, MemoryJournal, RecoveryMethod
 from dsched.faults.progress import ProgressLimits
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RankId, RequestId
+from dsched.routing.peers import PeerMessage, PeerRankLoad
 from dsched.states import Evidence
 from dsched.testing.recorders import RecordingStream
 
@@ -1147,3 +1148,86 @@ def test_a_suspect_engine_without_reports_is_tried_again() -> None:
 
     states = {s.engine_id: s.state.name for s in bench.controller.engine_statuses()}
     assert states["e0"] == "UP"
+
+
+def message_of(peer: str, *, running: int, kv: int, seq: int = 1) -> PeerMessage:
+    """What another dsched process says of the first engine."""
+    load = PeerRankLoad(
+        rank_id=RankId(EngineId("e0"), DpRank(0)), num_running=running, num_kv_tokens=kv
+    )
+    return PeerMessage(peer=peer, seq=seq, is_full=False, ranks=(load,), longest_tokens=kv)
+
+
+def test_a_burst_goes_where_other_dscheds_have_less() -> None:
+    """Load of another process counts before any report, until that process is gone."""
+    bench = Bench(*engines(2))
+    peering = bench.controller.peering
+
+    assert peering.apply("p", message_of("other", running=4, kv=400))
+    assert not peering.apply("p", message_of("other", running=4, kv=400)), "the same again"
+    assert not peering.apply("nowhere", message_of("other", running=4, kv=400, seq=2))
+    for index in range(4):
+        bench.ask(f"r{index}")
+    bench.controller.tick()
+    counts = [len(engine.commands) for engine in bench.engines]
+    peering.forget("other")
+    bench.ask("last")
+    bench.controller.tick()
+
+    assert counts == [0, 4]
+    assert [len(engine.commands) for engine in bench.engines] == [1, 4]
+
+
+def test_what_begins_and_ends_is_told_once_and_everything_when_asked() -> None:
+    bench = Bench(*engines(2))
+    peering = bench.controller.peering
+    assert list(peering.news(is_full=False)) == []
+
+    bench.ask("r", prompt_len=10)
+    bench.controller.tick()
+    ((pool, (load,), longest),) = peering.news(is_full=False)
+    again = list(peering.news(is_full=False))
+    ((_, in_full, _),) = peering.news(is_full=True)
+    busy = next(engine for engine in bench.engines if engine.commands)
+    busy.emit(1, 2)
+    busy.finish()
+    ((_, (ended,), none_left),) = peering.news(is_full=False)
+
+    assert (pool, load.num_running, load.num_kv_tokens) == ("p", 1, 10)
+    assert load.rank_id.engine_id == busy.engine_id
+    assert again == []
+    assert in_full == (load,), "idle ranks need no word"
+    assert (ended.rank_id, ended.num_running, ended.num_kv_tokens) == (load.rank_id, 0, 0)
+    assert (longest, none_left) == (0, 0), "only pools that step together ask for it"
+
+
+@pytest.mark.parametrize("is_listened_to", [False, True])
+def test_an_end_is_told_in_a_tick_where_somebody_listens(*, is_listened_to: bool) -> None:
+    (engine,) = engines(1)
+    bench = Bench(engine)
+    bench.controller.peering.set_listened_to(is_listened_to=is_listened_to)
+    bench.ask("r")
+    bench.controller.tick()
+    bench.num_asked = 0
+
+    engine.emit(1)
+    engine.finish()
+
+    assert (bench.num_asked > 0) == is_listened_to
+
+
+def test_a_request_that_waits_looks_again_when_a_peer_may_have_made_room() -> None:
+    (engine,) = engines(1, max_running_requests=1)
+    bench = Bench(engine)
+    peering = bench.controller.peering
+    peering.apply("p", message_of("other", running=1, kv=10))
+    bench.ask("r")
+    bench.controller.tick()
+    assert not engine.commands
+    bench.num_asked = 0
+
+    peering.apply("p", message_of("other", running=0, kv=0, seq=2))
+
+    assert bench.num_asked == 1
+    bench.controller.tick()
+    assert len(engine.commands) == 1
