@@ -66,8 +66,9 @@ async def test_streams_are_the_groups_own_and_both_servers_serve(group: LiveRun)
     assert max(counts.values()) <= 0.6 * NUM_STREAMS, counts
 
 
-async def test_one_dead_rank_takes_down_both_engines(group: LiveRun) -> None:
-    """And nothing hangs: with nowhere to go, live streams end with a clear error."""
+async def test_one_dead_rank_takes_down_both_engines_for_a_while(group: LiveRun) -> None:
+    """And nothing hangs: with nowhere to go, live streams end with a clear error. Then dsched
+    starts both again, and they answer as before."""
     killed = core_pid(group.engines[ENGINES[1]].pid, dp_rank=1)
     assert killed is not None
     body = {"model": "tiny", "prompt": "the router", "max_tokens": 900, "ignore_eos": True}
@@ -91,6 +92,19 @@ async def test_one_dead_rank_takes_down_both_engines(group: LiveRun) -> None:
     down = {dict(each)["engine"] for each in states if states[each] and ("state", "down") in each}
     assert down == set(ENGINES)
     assert all("handoff_overdue" in answer and "[DONE]" not in answer for answer in answers)
+
+    # One alone would wait for cores that are gone: they come back together.
+    await group.wait_until_up(len(ENGINES))
+    restarts = await group.samples("dsched_engine_restarts_total")
+    expected = await sure_answers(
+        group.engines[ENGINES[0]].url, make_prompts(), NUM_STREAMS, max_tokens=NUM_TOKENS
+    )
+    streams = await ask_all(group, expected, max_tokens=NUM_TOKENS)
+
+    assert {dict(each)["engine"] for each in restarts} == set(ENGINES)
+    assert len(set(restarts.values())) == 1
+    assert min(restarts.values()) >= 1
+    assert [text for text, _ in streams] == list(expected.values())
 
 
 async def num_tokens(run: LiveRun) -> float:
