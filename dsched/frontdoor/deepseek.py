@@ -67,7 +67,8 @@ class DeepseekRenderer:
             deepseek_recipe.DeepseekV4Encoding() if is_v4 else deepseek_recipe.DeepseekV41Encoding()
         )
         self._encoding = encoding.with_tokenizer(self._tokenizer)
-        self._vocab_size = tokenizer.get_vocab_size()
+        # Ids of added tokens may leave a gap, so their number says nothing of the largest.
+        self._vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         self._hidden_ids = self._find_control_ids(chat_format)
 
     def _find_control_ids(self, chat_format: ChatFormat) -> frozenset[int]:

@@ -4,6 +4,8 @@ A parser (`dsched.frontdoor.hermes`, `dsched.frontdoor.deepseek`) reads the toke
 writes into a `MessageBuilder`. A stream takes from it what is new since the last event; an answer
 without a stream takes everything at its end. Both are therefore the same text by construction.
 
+Why here and not in the engines: docs/adr/0006.
+
 In: pieces, in the order in which the model wrote them. Out: OpenAI's `delta` and `message` objects.
 Pure. O(1) a piece.
 """
