@@ -28,7 +28,7 @@ most.
 What an engine has shown is forgotten when the others have done `FADE_STEPS` steps without it: one
 that gets no requests because it was slow must be able to show that it no longer is.
 
-State: mutable, owned by one router; no clock. O(1) a step, O(engines) a block.
+State: mutable, owned by one router; no clock. O(1) a step on average.
 """
 
 from dataclasses import dataclass, field
@@ -123,6 +123,7 @@ class TimeFactors:
         self.num_changes = 0
         """How often a factor has changed."""
         self._num_steps = 0
+        self._compared_at = 0
         self._latest: EngineId | None = None
         self._num_in_a_row = 0
 
@@ -188,6 +189,8 @@ class TimeFactors:
         if engine.num_block_steps < BLOCK_STEPS:
             return False
         self._end_block(engine)
+        if self._num_steps - self._compared_at < len(self._engines):
+            return False  # another engine's block ended just now
         return self._compare()
 
     def _end_block(self, engine: _Engine) -> None:
@@ -200,7 +203,9 @@ class TimeFactors:
             engine.variance += (off * off - engine.variance) / MIN_BLOCKS
 
     def _compare(self) -> bool:
-        """Set every factor by the engines that have shown enough lately. O(engines)."""
+        """Set every factor by the engines that have shown enough lately. O(engines log engines), at
+        most once in as many steps."""
+        self._compared_at = self._num_steps
         oldest = self._num_steps - FADE_STEPS * len(self._engines)
         before = self.num_changes
         levels: list[float] = []
