@@ -33,12 +33,12 @@ FORGETTING = 0.9999
 where the load hardly varies. Higher: slow to follow a change."""
 RELATIVE_NOISE = 0.02
 """Expected scatter of a step's time."""
-PRIOR_DEVIATIONS = (2.0, 0.05, 2.0)
+PRIOR_DEVIATIONS = (0.05, 0.05, 2.0)
 """How far a, b and c may be from the start without evidence. In a level group a and b cannot be
-told apart (every rank runs about as many requests), so b holds to what it was unless much speaks
-against it: with 0.3, one seed in five lost 1 to 3 points on chat traffic to noise in b. a is free,
-for nobody knows it: held, what a base is longer than the start goes into c. c differs most between
-models and is worth learning."""
+told apart (every rank runs about as many requests), so they hold to what they were unless much
+speaks against it; c differs most between models and is the one that is worth learning. With 0.3
+for a and b, one seed in five lost 1 to 3 points on chat traffic to noise in b; with a free, c
+follows the noise in a, and one seed in three lost 9 points on reasoning traffic."""
 MIN_FACTOR = 0.02
 MAX_FACTOR = 50.0
 MAX_RELATIVE_ERROR = 0.5
