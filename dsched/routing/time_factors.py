@@ -55,8 +55,8 @@ BAND = 0.1
 """Difference from the pool's middle, in logs, that is not worth acting on. Lower: engines that are
 equal are priced apart by what runs beside them. Higher: a loss of about as many percent."""
 NUM_ERRORS = 4.0
-"""Standard errors beyond the band before a factor is used. Lower: one pool in some thousand hours
-believes its noise. Higher: differences are noticed late on noisy machines."""
+"""Standard errors beyond the band before a factor is used. Lower: noise is believed. Higher:
+differences are noticed late, or never, on noisy machines."""
 START_DEVIATION = 0.1
 """How far blocks of one engine scatter, before any has been seen."""
 MIN_DEVIATION = 0.02
@@ -155,6 +155,10 @@ class TimeFactors:
         """
         if not (isfinite(step_ns) and step_ns > 0.0) or num_running <= 0 or num_kv_tokens < 0:
             return False
+        base, request, kv_token = prices.tolist()
+        here = base + request * num_running + kv_token * num_kv_tokens
+        if here <= 0.0:
+            return False
         engine = self._engines.get(engine_id)
         if engine is None:
             engine = self._engines[engine_id] = _Engine()
@@ -165,8 +169,6 @@ class TimeFactors:
 
         octave, kv_octave = num_running.bit_length(), num_kv_tokens.bit_length()
         number = octave << 8 | kv_octave
-        base, request, kv_token = prices.tolist()
-        here = base + request * num_running + kv_token * num_kv_tokens
         centre = base + 0.75 * (request * (1 << octave) + kv_token * (1 << kv_octave))
         time = log(step_ns * centre / here)
 

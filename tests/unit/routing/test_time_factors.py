@@ -237,6 +237,22 @@ def test_a_time_that_cannot_be_changes_nothing(step_ns: float) -> None:
     assert pools[0].used() == pools[1].used() != [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize(("running", "kv"), [(0, 0), (-1, 5), (5, -1), (5, 0)])
+def test_a_load_that_costs_nothing_changes_nothing(running: int, kv: int) -> None:
+    """Also under prices without a base and with none for a request."""
+    factors = TimeFactors()
+    for _ in range(100):
+        for name in "ab":
+            assert not factors.observe(
+                EngineId(name),
+                step_ns=1e6 if name == "a" else 1e9,
+                num_running=running,
+                num_kv_tokens=kv,
+                prices=np.array([0.0, 0.0, 26.0]),
+            )
+    assert factors.num_changes == 0
+
+
 def make_router(**fields: bool | tuple[EngineId, ...]) -> DecodeRouter:
     router = DecodeRouter(**fields)  # type: ignore[arg-type]
     for name in "abc":
