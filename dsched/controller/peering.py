@@ -52,7 +52,7 @@ class Peering:
                 loads = peers.own_loads(router, touched)
             else:
                 continue
-            yield name, loads, router._longest.num_own_tokens()
+            yield name, loads, router.longest.num_own_tokens()
 
     def apply(self, pool: str, message: PeerMessage) -> bool:
         """Believe a peer; `False` for a pool that is not there, or a message that is not new."""

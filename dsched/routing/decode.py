@@ -195,7 +195,8 @@ class DecodeRouter:
         self._held = HoldQueue(max_held_requests=max_held_requests, max_hold_ns=max_hold_ns)
         self._is_synchronised = is_synchronised
         self._gather_ns = gather_ns
-        self._longest = LongestBooking(self.ledger)
+        self.longest = LongestBooking(self.ledger)
+        """The longest running request, of all routers that tell of theirs."""
         self._tie_offset = router_index
         self._base_ns = base_ns
         self._request_ns = request_ns
@@ -415,7 +416,7 @@ class DecodeRouter:
         self.ledger.book(rank, request_key, num_prompt_tokens=num_prompt_tokens)
         self._held.remove(request_key, is_served=True)
         if self._is_synchronised:
-            self._longest.add(request_key)
+            self.longest.add(request_key)
         self._tie_offset += 1
 
     def hold(self, request: RoutingRequest, request_key: Hashable, now_ns: int) -> bool:
@@ -528,7 +529,7 @@ class DecodeRouter:
             return RoutingDecision(rank=None, reason=RoutingReason.NO_RANK_UP)
         dp_rank = k.ANY_DP_RANK if pinned_dp_rank is None else pinned_dp_rank
         excluded = np.array(excluded_ranks, np.int64) if excluded_ranks else _NOTHING_EXCLUDED
-        level_tokens = self._longest.num_tokens() if self._is_synchronised else 0
+        level_tokens = self.longest.num_tokens() if self._is_synchronised else 0
         for max_state in (k.UP, k.SUSPECT):
             rank, cost_ns, num_usable, num_large_enough, num_with_room = k.pick_rank(
                 self.ledger.table,
@@ -578,7 +579,7 @@ class DecodeRouter:
             return k.NO_LIMIT_TOKENS
         return int(
             k.level_tokens(
-                self.ledger.table, self._prices, self.ledger.num_ranks, self._longest.num_tokens()
+                self.ledger.table, self._prices, self.ledger.num_ranks, self.longest.num_tokens()
             )
         )
 

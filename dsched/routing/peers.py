@@ -66,14 +66,14 @@ def apply_peer_message(router: DecodeRouter, message: PeerMessage) -> bool:
             )
     for rank in sorted(rest):
         ledger.tell(message.peer, rank, num_running=0, num_kv_tokens=0)
-    router._longest.tell(message.peer, message.longest_tokens)
+    router.longest.tell(message.peer, message.longest_tokens)
     return True
 
 
 def forget_peer(router: DecodeRouter, peer: str) -> None:
     """Believe nothing of what a peer said any more; unknown ones are ignored."""
     router.ledger.forget_peer(peer)
-    router._longest.tell(peer, 0)
+    router.longest.tell(peer, 0)
 
 
 def own_loads(router: DecodeRouter, ranks: Iterable[int]) -> tuple[PeerRankLoad, ...]:

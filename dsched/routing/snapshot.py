@@ -125,7 +125,7 @@ def restore_router(snapshot: RouterSnapshot) -> DecodeRouter:
         calibrates=False,
     )
     router._hears_peers = snapshot.hears_peers
-    router._longest = FixedLongest()  # type: ignore[assignment]
+    router.longest = FixedLongest()  # type: ignore[assignment]
     set_ranks(router, snapshot.rank_ids)
     router.ledger.table[:, :num_ranks] = snapshot.table
     router._prices[:, :num_ranks] = snapshot.prices
@@ -184,8 +184,8 @@ def add_cells(
     bits = router._prices.view(np.int64)
     bits[row[is_price] - k.NUM_ROWS, rank[is_price]] += cells[is_price, 1]
     router._tie_offset = tie_offset
-    if isinstance(router._longest, FixedLongest):
-        router._longest.tokens = longest_tokens
+    if isinstance(router.longest, FixedLongest):
+        router.longest.tokens = longest_tokens
 
 
 def set_prices_of_all(
@@ -246,7 +246,7 @@ class ViewWatch:
     def longest_tokens(self) -> int:
         """What a synchronised router's next decision looks at; 0 for others."""
         router = self.router
-        return router._longest.num_tokens() if router._is_synchronised else 0
+        return router.longest.num_tokens() if router._is_synchronised else 0
 
     @property
     def tie_offset(self) -> int:

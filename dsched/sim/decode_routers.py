@@ -196,7 +196,7 @@ class _Talk:
             seq=self._seq,
             is_full=is_full,
             ranks=own_loads(router, ranks),
-            longest_tokens=router._longest.num_own_tokens(),
+            longest_tokens=router.longest.num_own_tokens(),
         )
         self._mail.append((now_ns + self._delay_ns, sender, message))
 

@@ -52,7 +52,7 @@ class Peer:
             seq=self.seq,
             is_full=is_full,
             ranks=own_loads(self.router, range(NUM_RANKS) if is_full else ranks),
-            longest_tokens=self.router._longest.num_own_tokens(),
+            longest_tokens=self.router.longest.num_own_tokens(),
         )
 
 
@@ -214,9 +214,9 @@ def test_the_ledger_ends_exact_whatever_happens(seed: int, *, has_reports: bool)
     for rank, requests in enumerate(world.running):
         assert world.total(rank) == (len(requests), sum(requests.values()))
     longest = max(
-        (peer.router._longest.num_own_tokens() for peer in (world.me, *world.peers)), default=0
+        (peer.router.longest.num_own_tokens() for peer in (world.me, *world.peers)), default=0
     )
-    assert world.me.router._longest.num_tokens() == longest
+    assert world.me.router.longest.num_tokens() == longest
     for requests in world.running:
         for key in [key for key in requests if key in world.me.bookings]:
             world.me.router.release(key)
@@ -252,7 +252,7 @@ def test_a_booking_is_seen_before_any_report() -> None:
     assert apply_peer_message(router, message(1, running=1, kv=900))
 
     assert others(router) == (1, 900)
-    assert router._longest.num_tokens() == 900
+    assert router.longest.num_tokens() == 900
     router.validate()
 
 
@@ -328,7 +328,7 @@ def test_a_full_message_ends_what_it_does_not_name() -> None:
     )
 
     assert others(router) == (0, 0)
-    assert router._longest.num_tokens() == 0
+    assert router.longest.num_tokens() == 0
 
 
 def test_a_new_start_of_an_engine_leaves_what_peers_say() -> None:
