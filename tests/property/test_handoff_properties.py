@@ -8,9 +8,10 @@ and when only the end was missing.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
+from answer_client import Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from dsched.drivers.wire import SamplingParams
 from dsched.faults import MemoryJournal
 from dsched.faults.progress import ProgressLimits
 from dsched.frontdoor.answer import Answer
-from dsched.frontdoor.errors import ApiError
 from dsched.frontdoor.format import AnswerFormat
 from dsched.frontdoor.stats import Api, ModelStats
 from dsched.frontdoor.text import StopFinder, TokenTexts
@@ -80,40 +80,6 @@ CASES = {
         sampling=SamplingParams(max_tokens=400, temperature=0.0, min_tokens=6),
     ),
 }
-
-
-@dataclass
-class Client:
-    """The client's side of a connection."""
-
-    chunks: list[bytes] = field(default_factory=list)
-    num_ends: int = 0
-    is_writable: bool = True
-
-    def start_stream(self, status: int, headers: object, data: bytes) -> None:
-        assert status == 200
-        assert not self.chunks
-        assert headers
-        self.chunks.append(data)
-
-    def write(self, data: bytes) -> None:
-        assert not self.num_ends, "bytes after the end"
-        self.chunks.append(data)
-
-    def end_stream(self, data: bytes, *, is_kept_alive: bool = True) -> None:
-        self.write(data)
-        self.num_ends += 1
-
-    def respond(self, status: int, headers: object, body: bytes) -> None:
-        self.write(body)
-        self.num_ends += 1
-
-    def respond_error(self, error: ApiError, headers: object) -> None:
-        self.write(error.body())
-        self.num_ends += 1
-
-    def abort(self) -> None:
-        raise AssertionError("cut off")
 
 
 @dataclass(frozen=True)

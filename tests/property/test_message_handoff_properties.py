@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from answer_client import Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -23,7 +24,6 @@ from dsched.drivers.base import FinishReason
 from dsched.frontdoor.answer import Answer
 from dsched.frontdoor.deepseek import DeepseekRenderer
 from dsched.frontdoor.deltas import MessageBuilder, call_id_prefix
-from dsched.frontdoor.errors import ApiError
 from dsched.frontdoor.format import AnswerFormat
 from dsched.frontdoor.parsed_answer import ParsedAnswer
 from dsched.frontdoor.renderer import Renderer, TemplateRenderer
@@ -43,33 +43,6 @@ DSML_CALL = (
     'string="true">日 "<b></｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
     '<｜DSML｜ invoke name="find">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>'
 )
-
-
-@dataclass
-class Client:
-    """The client's side of a connection."""
-
-    chunks: list[bytes] = field(default_factory=list)
-    num_ends: int = 0
-    is_writable: bool = True
-
-    def start_stream(self, status: int, headers: object, data: bytes) -> None:
-        self.chunks.append(data)
-
-    def write(self, data: bytes) -> None:
-        assert not self.num_ends, "bytes after the end"
-        self.chunks.append(data)
-
-    def end_stream(self, data: bytes, *, is_kept_alive: bool = True) -> None:
-        self.write(data)
-        self.num_ends += 1
-
-    def respond(self, status: int, headers: object, body: bytes) -> None:
-        self.write(body)
-        self.num_ends += 1
-
-    def respond_error(self, error: ApiError, headers: object) -> None:
-        self.respond(error.status, headers, error.body())
 
 
 class Control:
