@@ -39,14 +39,14 @@ types: $(VENV)/.ready
 
 FAST := not vllm and not sglang and not gpu and not slow
 SLOW := not vllm and not sglang and not gpu and slow
-# Many tests wait more than they compute.
-WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Many fast tests wait more than they compute.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 
 test-fast: $(VENV)/.kernels ## Tests without real engines that take less than a second
 	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "$(FAST)"
 
 test-slow: $(VENV)/.kernels ## The other tests without real engines
-	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "$(SLOW)"
+	$(BIN)/pytest -q -n auto --dist worksteal -m "$(SLOW)"
 
 test-engines: engines $(VENV)/.kernels ## Tests of real engines, one after the other
 	$(BIN)/pytest -q -m "(vllm or sglang) and not gpu"

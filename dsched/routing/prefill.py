@@ -41,6 +41,9 @@ from dsched.routing.ledger import RankState
 DEFAULT_BUCKET_BOUNDS = (24_576, 98_304, 393_216)
 """Effective tokens at which the next bucket begins: four buckets. A prompt of 16K tokens has some
 22K effective ones, of 64K some 150K, where attention doubles the cost at a context of 24K."""
+SMALLEST_SHARE = 1e-6
+"""Share of all work from which a bucket gets a worker of its own, if there are enough. Larger: a
+rare kind of prompt waits behind all others. Smaller: workers stand by for what comes no more."""
 NS_PER_S = 1_000_000_000
 
 
@@ -410,7 +413,7 @@ class PrefillRouter:
             ideal[0] = self.num_workers
             return ideal
         ideal = self._bucket_work / total * self.num_workers
-        has_work = self._bucket_work > 1e-6 * total
+        has_work = self._bucket_work > SMALLEST_SHARE * total
         if has_work.sum() > self.num_workers:
             return ideal
         small = has_work & (ideal < 1.0)

@@ -41,6 +41,7 @@ async def start_recording(cluster: Cluster, name: str) -> Path:
     return Path(str(answer["file"]))
 
 
+@pytest.mark.slow
 async def test_a_handoff_is_explained_live(cluster: Cluster) -> None:
     """The dead engine, the detection layer, the gap's parts, the new rank, and the end."""
     for _ in range(2):

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 from double_cluster import MODEL, Cluster
 
 from dsched.faults.journal_file import read_request
@@ -111,6 +112,7 @@ async def test_a_prefill_engine_that_dies_costs_no_answer(cluster: Cluster) -> N
     assert cluster.service.controller.num_prefills["failed"] >= 1
 
 
+@pytest.mark.slow
 async def test_a_decode_engine_that_dies_hands_its_answers_over(cluster: Cluster) -> None:
     await start(cluster)
     cluster.doubles[2].step_s = 0.02

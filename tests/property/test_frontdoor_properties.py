@@ -119,6 +119,7 @@ async def _answers(bodies: list[tuple[str, bytes]]) -> None:
         await door.stop(0)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     st.lists(

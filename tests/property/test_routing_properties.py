@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import routing_reference as twin
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsched.ids import DpRank, EngineId, RankId
 from dsched.routing import kernels as k
 from dsched.routing.decode import DecodeRouter, RoutingReason, RoutingRequest
 from dsched.routing.migration import MigrationConfig, MigrationView, plan_migrations
-from dsched.routing.prefill import PrefillConfig, PrefillRouter, _split
+from dsched.routing.prefill import SMALLEST_SHARE, PrefillConfig, PrefillRouter, _split
 from dsched.sim.prefill import PrefillGroup
 
 SMALL = st.integers(0, 3)
@@ -220,9 +220,11 @@ def test_a_chunk_fits_its_budget_and_wastes_less_than_a_block(
     num_workers=st.integers(1, 40),
 )
 @settings(max_examples=200, deadline=None)
+@example(work=[0.0, 1.0, 2.0, 99_997.0], num_workers=2)
 def test_every_worker_has_one_bucket_and_every_busy_bucket_a_worker(
     work: list[float], num_workers: int
 ) -> None:
+    """Where there are enough workers for all of them; else the largest share counts."""
     router = PrefillRouter(PrefillGroup().cost_model(), config=PrefillConfig())
     for index in range(num_workers):
         router.add_worker(RankId(EngineId("p"), DpRank(index)))
@@ -230,6 +232,7 @@ def test_every_worker_has_one_bucket_and_every_busy_bucket_a_worker(
     split = _split(router._ideal_workers(), num_workers)
     assert len(split) == num_workers
     assert split == sorted(split)
-    busy = [bucket for bucket, one in enumerate(work) if one > 1e-5 * max(1e-300, sum(work))]
-    if busy and len(busy) <= num_workers:
+    total = router._bucket_work.sum()
+    busy = [bucket for bucket, one in enumerate(work) if one > SMALLEST_SHARE * total]
+    if len(busy) <= num_workers:
         assert set(busy) <= set(split)
