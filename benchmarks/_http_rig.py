@@ -1,7 +1,7 @@
-"""Processes around a router under test: a dummy engine and a load generator, both raw uvloop.
+"""Processes around a router under test, all raw uvloop: dummy engine, bare relay, load generator.
 
-Run by `frontdoor.py` as `python _http_rig.py backend|load|streams ...`; each prints one JSON line.
-They are as light as Python allows, because they share the machine with what is measured.
+Run by `frontdoor.py` as `python _http_rig.py backend|relay|load|streams ...`; each prints one JSON
+line. They are as light as Python allows, because they share the machine with what is measured.
 """
 
 import argparse
@@ -123,6 +123,74 @@ async def run_backend(port: int, step_ms: float) -> None:
         await asyncio.sleep(next_s - loop.time() if Backend.step_s else 3_600)
         for connection in list(Backend.streams):
             connection.step()
+
+
+class Relay(asyncio.Protocol):
+    """A client of the bare relay: its bytes go to an engine in turn, the engine's come back.
+
+    The least that a relay in Python can do, so the floor of what dsched's could cost: nothing is
+    looked at but where requests and answers end.
+    """
+
+    idle: list[list["Upstream"]] = []  # noqa: RUF012 - one process, one relay
+    ports: tuple[int, ...] = ()
+    num_requests = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.parser = httptools.HttpRequestParser(self)
+        self.request = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.request += data
+        self.parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        request, self.request = self.request, b""
+        number = Relay.num_requests % len(self.ports)
+        Relay.num_requests += 1
+        if self.idle[number]:
+            self.idle[number].pop().send(self, request)
+            return
+        loop = asyncio.get_running_loop()
+        connect = loop.create_connection(
+            lambda: Upstream(self.idle[number], self, request), "127.0.0.1", self.ports[number]
+        )
+        self.connecting = loop.create_task(connect)
+
+
+class Upstream(asyncio.Protocol):
+    """A connection of the bare relay to an engine."""
+
+    def __init__(self, idle: list["Upstream"], client: Relay, request: bytes) -> None:
+        self.idle = idle
+        self.client = client
+        self.first = request
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.parser = httptools.HttpResponseParser(self)
+        self.send(self.client, self.first)
+
+    def send(self, client: Relay, request: bytes) -> None:
+        self.client = client
+        self.transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        self.client.transport.write(data)
+        self.parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        self.idle.append(self)
+
+
+async def run_relay(port: int, ports: list[int]) -> None:
+    Relay.ports = tuple(ports)
+    Relay.idle = [[] for _ in ports]
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(Relay, "127.0.0.1", port, backlog=1_024)
+    print(json.dumps({"port": port}), flush=True)
+    await server.serve_forever()
 
 
 class Caller(asyncio.Protocol):
@@ -248,16 +316,19 @@ async def run_streams(port: int, num_streams: int, num_tokens: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=["backend", "load", "streams"])
+    parser.add_argument("mode", choices=["backend", "relay", "load", "streams"])
     parser.add_argument("port", type=int)
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--prompt-chars", type=int, default=100)
+    parser.add_argument("--to", type=int, nargs="*", default=[])
     given = parser.parse_args()
     if given.mode == "backend":
         uvloop.run(run_backend(given.port, given.step_ms))
+    elif given.mode == "relay":
+        uvloop.run(run_relay(given.port, given.to))
     elif given.mode == "load":
         uvloop.run(run_load(given.port, given.clients, given.seconds, given.prompt_chars))
     else:

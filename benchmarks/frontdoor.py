@@ -4,6 +4,8 @@
 as its peers do here, between a load generator and two dummy engines; side by side with the Rust
 routers `sglang-router` and `vllm-router` from PyPI, round robin, and with no router at all. The
 routers forward bytes; dsched reads, tokenises, routes, journals, detokenises and writes.
+`bare relay` is the least that Python can do, on uvloop and httptools: bytes there and back, the
+engines in turn, with an eye on where requests and answers end and on nothing else.
 
 All targets are measured in turns within one run, several times; a row's figure is the median.
 CPU is that of the router's own process, all threads, from the kernel's counters.
@@ -286,7 +288,9 @@ def main() -> None:
         config = dsched_config(folder, port, ports)
         cli = [sys.executable, "-m", "dsched.cli.main", "run", "-c", config, "--quiet"]
         ours = start("dsched", cli, port)
-        peers = []
+        port = free_port()
+        relay = start("bare relay", [sys.executable, RIG, "relay", port, "--to", *ports], port)
+        peers = [relay]
         for name in PEERS:
             port = free_port()
             peer = peer_command(name, port, ports)
