@@ -5,6 +5,11 @@ plug-in (`PolicyError`), the engine's side (`DriverError`), or us (`InvariantErr
 Wrong arguments from a Python caller are plain `ValueError`s and `TypeError`s.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
+
 
 class DschedError(Exception):
     """Base class; catching it catches nothing that another library raised."""
@@ -57,3 +62,12 @@ class JournalError(DschedError):
 
 class InvariantError(DschedError):
     """dsched broke one of its own rules. A bug: never caught inside the core."""
+
+
+def task_fault(task: "asyncio.Task[Any]") -> Exception | None:
+    """Return what ended a task that is done, if it is a fault of ours, which must not go unheard.
+
+    Neither being cancelled is one, nor a second Ctrl-C, which ends the process wherever it is.
+    """
+    error = None if task.cancelled() else task.exception()
+    return error if isinstance(error, Exception) else None

@@ -10,6 +10,7 @@ from dsched.cli.engines import Fleet
 from dsched.drivers.rank_watch import POLL_INTERVAL_S, GroupWatch, RankListener
 from dsched.drivers.recovery import VllmRecovery
 from dsched.drivers.vllm.driver import VllmDriver
+from dsched.errors import task_fault
 from dsched.ids import EngineId
 
 log = structlog.get_logger(__name__)
@@ -71,5 +72,5 @@ def vllm_groups(fleet: Fleet) -> dict[str, list[EngineId]]:
 
 def _say_if_it_failed(task: "asyncio.Task[None]") -> None:
     """A fault of ours ends the watch and nothing else; it must not do so unheard."""
-    if not task.cancelled() and isinstance(error := task.exception(), Exception):
+    if (error := task_fault(task)) is not None:
         log.error("ranks.watch_failed", reason=repr(error))

@@ -19,6 +19,7 @@ from dsched.controller.observer import ControllerObserver
 from dsched.controller.rebalance import Rebalancer
 from dsched.drivers.base import Driver
 from dsched.eplb import warm_up
+from dsched.errors import task_fault
 from dsched.ids import EngineId
 from dsched.plugins import RebalanceView
 
@@ -105,5 +106,5 @@ async def on_daemon_thread(function: Callable[[], Result]) -> Result:
 
 def _say_if_it_failed(task: "asyncio.Task[None]") -> None:
     """A fault of ours ends rebalancing and nothing else; it must not do so unheard."""
-    if not task.cancelled() and isinstance(error := task.exception(), Exception):
+    if (error := task_fault(task)) is not None:
         log.error("placement.task_failed", reason=repr(error))

@@ -373,10 +373,9 @@ def find_peers(
     """(pool, number of this process, how many there are, whether all others are `heard`) among the
     dsched processes over a pool."""
     for pool in pools:
-        first = min((engine.engine_id for engine in pool.engines), default=None)
-        if first is None:
+        if not pool.engines:
             continue
-        instance_ids = sorted({own_id, *cluster.drivers_of(first)})
+        instance_ids = sorted({own_id, *_processes_over(pool, cluster)})
         others = [each for each in instance_ids if each != own_id]
         hears_all = bool(others) and all(each in heard for each in others)
         yield pool.name, instance_ids.index(own_id), len(instance_ids), hears_all
@@ -384,14 +383,15 @@ def find_peers(
 
 def peer_addresses(pools: Iterable[PoolSpec], cluster: ClusterView) -> dict[str, str]:
     """Where the dsched processes over any of these pools tell what they booked, by instance id."""
-    over_pools = {
-        instance_id
-        for pool in pools
-        if (first := min((engine.engine_id for engine in pool.engines), default=None)) is not None
-        for instance_id in cluster.drivers_of(first)
-    }
+    over_pools = {each for pool in pools for each in _processes_over(pool, cluster)}
     endpoints = cluster.peer_endpoints()
     return {each: endpoints[each] for each in sorted(over_pools) if each in endpoints}
+
+
+def _processes_over(pool: PoolSpec, cluster: ClusterView) -> Collection[str]:
+    """Instance ids of the dsched processes that have registered a pool's first engine."""
+    first = min((engine.engine_id for engine in pool.engines), default=None)
+    return () if first is None else cluster.drivers_of(first)
 
 
 def warm_router() -> None:

@@ -27,11 +27,6 @@ class Peering:
             if pool.spec.role is not PoolRole.PREFILL
         }
 
-    @property
-    def pools(self) -> tuple[str, ...]:
-        """Pools that are talked about, by name."""
-        return tuple(self._routers)
-
     def set_listened_to(self, *, is_listened_to: bool) -> None:
         """Whether anybody is told: then the end of a request asks for a tick, and so is told."""
         self._state.tells_peers = is_listened_to

@@ -40,7 +40,7 @@ from dsched.drivers.wire import (
     SetStepBudget,
     TraceContext,
 )
-from dsched.errors import DriverError, EngineUnreachableError
+from dsched.errors import DriverError, EngineUnreachableError, task_fault
 from dsched.ids import AttemptId, DpRank, EngineId, RankId
 from dsched.states import Evidence
 
@@ -346,7 +346,7 @@ class HttpDriver:
             self._watch.wake()
 
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+        if (error := task_fault(task)) is not None:
             log.error("watch.failed", engine_id=self._engine_id, reason=repr(error))
             self.on_down(f"its watch failed: {error!r}")
 

@@ -26,7 +26,7 @@ import structlog
 
 from dsched.clock import Clock
 from dsched.drivers.local import LocalEngine, ServerPlan, free_port, is_port_free, local_url
-from dsched.errors import DschedError
+from dsched.errors import DschedError, task_fault
 from dsched.ids import EngineId
 
 FIRST_PAUSE_S: Final = 1.0
@@ -187,5 +187,5 @@ class EngineKeeper:
 
     def _say_if_it_failed(self, task: "asyncio.Task[None]") -> None:
         """A fault of ours ends the keeping and nothing else; it must not do so unheard."""
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+        if (error := task_fault(task)) is not None:
             log.error("engine.abandoned", engine_id=self._name, reason=repr(error))

@@ -245,14 +245,17 @@ class Answer:
         self._event_id = first_index + len(token_ids)
         self._emit(text, token_ids, logprobs)
         if self._finder is not None and self._finder.is_found:
-            usage = Usage(
-                num_prompt_tokens=self._num_prompt_tokens,
-                num_output_tokens=first_index + len(token_ids),
-            )
-            stood = self._cancel(self.request_id)
-            if stood is not None:
-                self._note_handoff(stood)
-            self._succeed(FinishReason.STOP.value, usage)
+            self._end_early(FinishReason.STOP.value, first_index + len(token_ids))
+
+    def _end_early(self, reason: str, num_output_tokens: int) -> None:
+        """End here, before the engine does, and let it stop."""
+        usage = Usage(
+            num_prompt_tokens=self._num_prompt_tokens, num_output_tokens=num_output_tokens
+        )
+        stood = self._cancel(self.request_id)
+        if stood is not None:
+            self._note_handoff(stood)
+        self._succeed(reason, usage)
 
     def _note_handoff(self, finish: RequestFinish) -> None:
         """Remember what the client may rely on after a lost engine."""

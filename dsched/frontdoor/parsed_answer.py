@@ -58,13 +58,7 @@ class ParsedAnswer(Answer):
         self._event_id = first_index + num_read
         self._emit_delta(token_ids, logprobs)
         if self._parser.is_over or self._builder.is_full:
-            usage = Usage(
-                num_prompt_tokens=self._num_prompt_tokens, num_output_tokens=first_index + num_read
-            )
-            stood = self._cancel(self.request_id)
-            if stood is not None:
-                self._note_handoff(stood)
-            self._succeed(self._flush(FinishReason.STOP.value), usage)
+            self._end_early(self._flush(FinishReason.STOP.value), first_index + num_read)
 
     def _read(self, token_ids: Sequence[int], num_known: int) -> int:
         """Read tokens until the answer is over; return how many. The first ones may be known."""

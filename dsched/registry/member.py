@@ -19,7 +19,7 @@ import structlog
 from dsched.clock import Clock
 from dsched.config import Config
 from dsched.config_checks import ETCD_SCHEME
-from dsched.errors import ConfigError, RegistryError
+from dsched.errors import ConfigError, RegistryError, task_fault
 from dsched.registry.base import Registry
 from dsched.registry.cluster import ClusterView
 from dsched.registry.election import Election
@@ -156,11 +156,8 @@ class RegistryMember:
 
 
 def _say_if_it_failed(task: "asyncio.Task[None]") -> None:
-    """A fault of ours ends one of the tasks and nothing else; it must not do so unheard.
-
-    A second Ctrl-C, which ends the process wherever it is, is none.
-    """
-    if not task.cancelled() and isinstance(error := task.exception(), Exception):
+    """A fault of ours ends one of the tasks and nothing else; it must not do so unheard."""
+    if (error := task_fault(task)) is not None:
         log.error("registry.task_failed", reason=repr(error))
 
 
