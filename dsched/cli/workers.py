@@ -135,7 +135,9 @@ def print_workers(found: FoundWorkers, console: Console) -> None:
     if found.source == "registry":
         console.print("No dsched answered; loads are those last written to the registry.")
     for key in found.view.unreadable:
-        console.print(f"Registry key {key} is of another dsched version; left out.")
+        why = found.view.why_unreadable.get(key, "of another dsched version")
+        text = f"Registry key {key} is left out: {why}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     for text in (*found.view.conflicts, *([found.fault] if found.fault else [])):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 

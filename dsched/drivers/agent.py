@@ -41,6 +41,7 @@ import zmq
 from dsched.clock import Clock, SystemClock
 from dsched.drivers.base import LeaderFence
 from dsched.drivers.wire import (
+    UNREADABLE,
     AgentCommand,
     AgentGoodbye,
     AgentHello,
@@ -165,6 +166,7 @@ class Agent:
         self._endpoint = endpoint
         self._on_command = on_command
         self._fence = LeaderFence()
+        self._has_told_unreadable = False
         self._has_news = False
         """The hello has changed in a way that does not wait for the next one."""
         self._heartbeat_ns = heartbeat_ns
@@ -361,8 +363,11 @@ class Agent:
                 break
             try:
                 command = self._decoder.decode(frames[-1])
-            except msgspec.MsgspecError:
+            except UNREADABLE as error:
                 self.num_refused_commands += 1
+                if not self._has_told_unreadable:
+                    self._has_told_unreadable = True
+                    self._log.warning("agent.command_unreadable reason=%r", str(error))
                 continue
             if isinstance(command, SayHello):
                 is_hello_wanted = True

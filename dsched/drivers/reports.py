@@ -5,7 +5,7 @@ subscribed to, `on_hello`, `on_report` and `on_goodbye`, on the event loop's thr
 which one agent sent them.
 
 A message is dropped, and counted by reason, when it cannot be read (`malformed`), comes from
-another wire version (`version`), names an engine that nobody subscribed to (`foreign`), belongs to
+a higher wire version (`version`), names an engine that nobody subscribed to (`foreign`), belongs to
 an incarnation that has ended (`old_incarnation`) or that has not said hello (`unknown_incarnation`;
 it is asked to), or repeats an older report (`old_seq`). A restarted engine says hello with a new
 incarnation, and from then on the old one is over, even if its last messages arrive late.
@@ -16,6 +16,7 @@ reports delays tokens by no more than that.
 """
 
 import asyncio
+import contextlib
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -28,6 +29,7 @@ from dsched.clock import Clock, SystemClock
 from dsched.drivers.base import ExpertLoad
 from dsched.drivers.expert_report import decode_expert_load
 from dsched.drivers.wire import (
+    UNREADABLE,
     WIRE_VERSION,
     AgentCommand,
     AgentGoodbye,
@@ -36,6 +38,7 @@ from dsched.drivers.wire import (
     ExpertLoadReport,
     RankReport,
     SayHello,
+    Wire,
 )
 from dsched.errors import ConfigError
 from dsched.ids import DpRank, EngineId, RankId
@@ -101,6 +104,14 @@ class AgentStatus:
     """Features that are attached."""
 
 
+class _Head(Wire, frozen=True, kw_only=True):
+    """What a hello of any wire version has. Other messages have no version."""
+
+    wire_version: int
+    engine_id: str
+    dsched_version: str = "?"
+
+
 class _Rank:
     """What is remembered of one rank's agent."""
 
@@ -158,8 +169,11 @@ class ReportReader:
         self._ranks: dict[RankId, _Rank] = {}
         self._asked: OrderedDict[bytes, None] = OrderedDict()
         self._refused: dict[str, None] = {}
-        """Engines whose agents are of another version, as far as they were named."""
+        """Engines whose agents are of a newer version, as far as they were named."""
+        self._unreadable: dict[str, None] = {}
+        """Engines of which a message could not be read, as far as they were named."""
         self._decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
+        self._head_decoder = msgspec.msgpack.Decoder(_Head)
         self._encoder = msgspec.msgpack.Encoder()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -299,40 +313,41 @@ class ReportReader:
         subscriber.on_expert_load(load)
 
     def _decode(self, frames: list[bytes]) -> AgentMessage | None:
+        if len(frames) != 2:
+            self.drops["malformed"] += 1
+            return None
         try:
-            if len(frames) == 2:
-                return self._decoder.decode(frames[1])
-        except msgspec.MsgspecError:
-            if self._is_other_version(frames[1]):
-                return None
-        self.drops["malformed"] += 1
+            return self._decoder.decode(frames[1])
+        except UNREADABLE as error:
+            self._drop_unreadable(frames, str(error))
         return None
 
-    def _is_other_version(self, payload: bytes) -> bool:
-        """Whether an unreadable message is a hello of another wire version."""
-        try:
-            fields = msgspec.msgpack.decode(payload)
-        except msgspec.MsgspecError:
-            return False
-        if not isinstance(fields, dict) or fields.get("type") != "hello":
-            return False
-        version = fields.get("wire_version", WIRE_VERSION)
-        if version == WIRE_VERSION:
-            return False
-        self._refuse_version(str(fields.get("engine_id"))[:MAX_LOGGED_CHARS], version)
-        return True
+    def _drop_unreadable(self, frames: list[bytes], reason: str) -> None:
+        """Count a message, and name its sender once: as one of another version if it says so."""
+        with contextlib.suppress(*UNREADABLE):
+            head = self._head_decoder.decode(frames[1])
+            if head.wire_version > WIRE_VERSION:
+                self._refuse_version(head)
+                return
+        self.drops["malformed"] += 1
+        engine_id = frames[0].partition(b"/")[0].decode(errors="replace")[:MAX_LOGGED_CHARS]
+        if engine_id not in self._unreadable and len(self._unreadable) < MAX_ASKED:
+            self._unreadable[engine_id] = None
+            log.warning("agent.message_unreadable", engine_id=engine_id, reason=reason)
 
-    def _refuse_version(self, engine_id: str, version: object) -> None:
-        """Count an agent of another dsched, and name it once."""
+    def _refuse_version(self, hello: "AgentHello | _Head") -> None:
+        """Count an agent of a newer dsched, and name it once."""
         self.drops["version"] += 1
+        engine_id = hello.engine_id[:MAX_LOGGED_CHARS]
         if engine_id not in self._refused and len(self._refused) < MAX_ASKED:
             self._refused[engine_id] = None
             log.error(
                 "agent.version_refused",
                 engine_id=engine_id,
-                wire_version=version if isinstance(version, int) else None,
+                dsched_version=hello.dsched_version[:MAX_LOGGED_CHARS],
+                wire_version=hello.wire_version,
                 wanted=WIRE_VERSION,
-                reason="install the same dsched in the engine's environment",
+                reason="the engine has a newer dsched than this one; upgrade this one",
             )
 
     def _note_double(self, rank: _Rank, hello: AgentHello) -> None:
@@ -365,8 +380,8 @@ class ReportReader:
         return True
 
     def _is_current_hello(self, hello: AgentHello, identity: bytes) -> bool:
-        if hello.wire_version != WIRE_VERSION:
-            self._refuse_version(hello.engine_id, hello.wire_version)
+        if hello.wire_version > WIRE_VERSION:
+            self._refuse_version(hello)
             return False
         if not hello.dp_rank < hello.num_dp_ranks <= MAX_DP_RANKS:
             self.drops["malformed"] += 1

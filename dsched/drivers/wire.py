@@ -1,28 +1,42 @@
 """Messages between dsched and the agents inside engines, and what a request is made of.
 
-Everything here is `msgspec.Struct`, frozen, keyword-only, and refuses unknown fields; on the wire
-it is MessagePack. One union, `AgentMessage`, is what an agent publishes; it is tagged by type, so
-a reader of an older version says which message it does not know.
+Everything here is `msgspec.Struct`, frozen and keyword-only; on the wire it is MessagePack. One
+union, `AgentMessage`, is what an agent publishes; it is tagged by type, so a reader of an older
+version says which message it does not know.
+
+Agents and dsched of neighbouring versions read each other (docs/adr/0007): a reader ignores fields
+of a message that it does not know, every field that is added has a default, and tuples of a fixed
+length are not used, as they cannot grow. A field that changes meaning, and one that must not be
+ignored, raises `WIRE_VERSION`. Commands are written in the version that an agent's hello says,
+which is never higher than dsched's. What a request is made of leaves its process for the journal
+alone, and there a field that is not known is a fault.
 
 Counts are tokens or requests, never fractions or blocks; durations are integer nanoseconds.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 WIRE_VERSION = 1
-"""Raised when a message changes meaning. An agent of another version is refused by name."""
+"""Raised when a message changes meaning. An agent of a higher version is refused by name."""
+UNREADABLE: Final = (msgspec.MsgspecError, RecursionError)
+"""What decoding raises for bytes that somebody else wrote; the second one for what is nested deeply
+in a field that would be ignored."""
 
 Count = Annotated[int, Meta(ge=0)]
 
 
-class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all messages."""
+class Wire(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all messages. Unknown fields are ignored: a newer dsched may say more."""
 
 
-class SamplingParams(Wire, frozen=True, kw_only=True, omit_defaults=True):
+class RequestPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what a request is made of."""
+
+
+class SamplingParams(RequestPart, frozen=True, kw_only=True, omit_defaults=True):
     """How the engine chooses tokens. OpenAI's names; `None` means the engine's default."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
@@ -45,7 +59,7 @@ class SamplingParams(Wire, frozen=True, kw_only=True, omit_defaults=True):
     """The OpenAI `response_format` value, passed on to engines that can enforce it."""
 
 
-class TokenLogprob(Wire, frozen=True, kw_only=True):
+class TokenLogprob(RequestPart, frozen=True, kw_only=True):
     """Log-probability of one emitted token and of its best alternatives."""
 
     token_id: int
@@ -54,7 +68,7 @@ class TokenLogprob(Wire, frozen=True, kw_only=True):
     """(token id, logprob) of the best alternatives, best first."""
 
 
-class KvMeeting(Wire, frozen=True, kw_only=True):
+class KvMeeting(RequestPart, frozen=True, kw_only=True):
     """Where a prefill engine hands the KV of one request to the decode engine that waits for it.
 
     Both halves of a pair are told the same and run at the same time (SGLang's bootstrap fields).
@@ -66,7 +80,7 @@ class KvMeeting(Wire, frozen=True, kw_only=True):
     """Drawn for each pair."""
 
 
-class TraceContext(Wire, frozen=True, kw_only=True):
+class TraceContext(RequestPart, frozen=True, kw_only=True):
     """W3C trace context of a request, checked: the values of its two headers."""
 
     parent: str
@@ -75,7 +89,7 @@ class TraceContext(Wire, frozen=True, kw_only=True):
     """`tracestate`."""
 
 
-class GenerateCommand(Wire, frozen=True, kw_only=True):
+class GenerateCommand(RequestPart, frozen=True, kw_only=True):
     """Compute one attempt of one request on one DP rank.
 
     In separate pools a request has two: the prefill half computes the prompt and one token that
@@ -130,7 +144,7 @@ class RankReport(Wire, frozen=True, kw_only=True, tag="report"):
 class AgentHello(Wire, frozen=True, kw_only=True, tag="hello"):
     """What an agent says first, and again whenever dsched asks."""
 
-    wire_version: int = WIRE_VERSION
+    wire_version: Annotated[int, Meta(ge=1)] = WIRE_VERSION
     dsched_version: str
     engine_id: str
     incarnation: str

@@ -6,11 +6,9 @@ meanwhile is seen in order. Only where that history is gone is everything listed
 """
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
-import msgspec
 import structlog
 
 from dsched.errors import RegistryError
@@ -25,9 +23,11 @@ from dsched.registry.base import (
 from dsched.registry.records import (
     INSTANCES,
     InstanceRow,
+    UnreadableRow,
     WorkersView,
     engine_key,
     instance_key,
+    read_row,
     read_workers,
 )
 
@@ -77,10 +77,11 @@ class ClusterView:
         for key, entry in sorted(self._entries.items()):
             if not key.startswith(INSTANCES):
                 continue
-            with contextlib.suppress(msgspec.MsgspecError):
-                row = msgspec.json.decode(entry.value, type=InstanceRow)
-                if row.peer_endpoint is not None and instance_key(row.instance_id) == key:
-                    found[row.instance_id] = row.peer_endpoint
+            row = read_row(entry.value, InstanceRow)
+            if isinstance(row, UnreadableRow) or row.peer_endpoint is None:
+                continue
+            if instance_key(row.instance_id) == key:
+                found[row.instance_id] = row.peer_endpoint
         return found
 
     async def run(self) -> None:

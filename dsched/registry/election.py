@@ -20,7 +20,7 @@ import structlog
 from dsched.clock import Clock
 from dsched.errors import RegistryError
 from dsched.registry.base import LeaseLostError, Registry, RegistryEntry
-from dsched.registry.records import ELECTION_KEY, LeaderRow
+from dsched.registry.records import ELECTION_KEY, LeaderRow, UnreadableRow, read_row
 from dsched.registry.registration import MIN_RETRY_NS, NS_PER_S, next_renewal_ns
 
 log = structlog.get_logger(__name__)
@@ -152,8 +152,7 @@ class Election:
 
 
 def _read_leader(entry: RegistryEntry) -> Leader:
-    try:
-        name = msgspec.json.decode(entry.value, type=LeaderRow).instance_id
-    except msgspec.MsgspecError:  # of another version of dsched: its epoch counts all the same
-        name = "?"
+    row = read_row(entry.value, LeaderRow)
+    # Whatever it says, its key is held, and the epoch counts.
+    name = "?" if isinstance(row, UnreadableRow) else row.instance_id
     return Leader(instance_id=name, epoch=entry.create_revision)

@@ -72,7 +72,8 @@ class RegistryMember:
         self._is_required = config.registry.required
         self._start_wait_s = start_wait_s
         self._rows: dict[str, tuple[EngineRow, int]] = {}
-        self._conflicts: tuple[str, ...] = ()
+        self._faulty = WorkersView()
+        """The cluster as its faults were told last."""
         self._tasks: list[asyncio.Task[None]] = []
 
     async def check(self) -> None:
@@ -148,11 +149,17 @@ class RegistryMember:
         while True:
             await asyncio.sleep(REFRESH_S)
             self.refresh(engines())
-            conflicts = self.cluster.workers().conflicts
-            for text in conflicts:
-                if text not in self._conflicts:
-                    log.warning("registry.conflict_found", conflict=text)
-            self._conflicts = conflicts
+            self.tell_faults(self.cluster.workers())
+
+    def tell_faults(self, view: WorkersView) -> None:
+        """Log what is wrong with the rows of the cluster and was not so when it was asked last."""
+        for text in view.conflicts:
+            if text not in self._faulty.conflicts:
+                log.warning("registry.conflict_found", conflict=text)
+        for key, reason in view.why_unreadable.items():
+            if self._faulty.why_unreadable.get(key) != reason:
+                log.warning("registry.row_unreadable", key=key, reason=reason)
+        self._faulty = view
 
 
 def _say_if_it_failed(task: "asyncio.Task[None]") -> None:

@@ -10,8 +10,12 @@ In: addresses of peers from the registry, bytes from them. Out: `Peering.apply` 
 
 Nobody waits for a peer. One that is not heard for `SILENCE_S`, or has left the registry, is
 forgotten, and its load is what the engines' reports say, as without the channel. A message that
-cannot be read, is old, or comes from somebody who is not in the registry is dropped and counted.
-All memory is bounded; one wake-up reads at most `MAX_MESSAGES_A_WAKE` messages.
+cannot be read, is old, or comes from somebody who is not in the registry is dropped and counted;
+a peer that cannot be read is named once. All memory is bounded; one wake-up reads at most
+`MAX_MESSAGES_A_WAKE` messages.
+
+Peers of neighbouring versions read each other (docs/adr/0007): what is not known is ignored, in
+structs and at the end of those that travel as arrays.
 """
 
 import asyncio
@@ -27,12 +31,13 @@ from msgspec import Meta
 
 from dsched.clock import Clock
 from dsched.controller.peering import Peering
+from dsched.drivers.wire import UNREADABLE
 from dsched.errors import ConfigError
 from dsched.ids import DpRank, EngineId, RankId
 from dsched.routing.peers import PeerMessage, PeerRankLoad
 
 PEER_VERSION: Final = 1
-"""Raised when a message changes meaning; others are dropped as `version`."""
+"""Raised when a message changes meaning; those of a higher one are dropped as `version`."""
 DEFAULT_ENDPOINT: Final = "tcp://127.0.0.1:*"
 """For processes of one host."""
 FULL_INTERVAL_S: Final = 0.25
@@ -54,25 +59,41 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 log = structlog.get_logger(__name__)
 
 
-class PoolNews(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RankNews(msgspec.Struct, frozen=True, array_like=True):
+    """One DP rank as its sender uses it. Travels as an array; what is added goes to its end, with a
+    default."""
+
+    engine_id: str
+    dp_rank: Count
+    num_running: Count
+    num_kv_tokens: Count
+
+
+class PoolNews(msgspec.Struct, frozen=True, kw_only=True):
     """One pool as its sender uses it."""
 
     pool: str
     longest_tokens: Count
     """KV tokens of the sender's longest running request there."""
-    ranks: tuple[tuple[str, Count, Count, Count], ...]
-    """(engine id, DP rank, running requests, KV tokens)."""
+    ranks: tuple[RankNews, ...]
 
 
-class PeerNews(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PeerNews(msgspec.Struct, frozen=True, kw_only=True):
     """One message."""
 
-    peer_version: int
+    peer_version: Annotated[int, Meta(ge=1)]
     instance_id: str
     seq: Count
     is_full: bool
     """Ranks that are not named have nothing of the sender's."""
     pools: tuple[PoolNews, ...]
+
+
+class _Head(msgspec.Struct, frozen=True, kw_only=True):
+    """What a message of any version has."""
+
+    instance_id: str
+    peer_version: int = PEER_VERSION
 
 
 class PeerChannel:
@@ -102,8 +123,11 @@ class PeerChannel:
         """Peers in the registry, by instance id."""
         self._heard_ns: dict[str, int] = {}
         """When each of them spoke last; those that are silent are left out."""
+        self._told: set[tuple[str, str]] = set()
+        """Peers and what is wrong with their messages, as far as it was logged."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(PeerNews)
+        self._head_decoder = msgspec.msgpack.Decoder(_Head)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -161,6 +185,7 @@ class PeerChannel:
                 with contextlib.suppress(zmq.ZMQError):  # it was never connected
                     self._in.disconnect(self._addresses[peer])
                 del self._addresses[peer]
+                self._told -= {(peer, "malformed"), (peer, "version")}
                 self._forget(peer, "left")
         for peer, address in sorted(addresses.items()):
             if peer in self._addresses or peer == self._instance_id:
@@ -182,7 +207,12 @@ class PeerChannel:
                 pool=name,
                 longest_tokens=longest_tokens,
                 ranks=tuple(
-                    (one.rank_id.engine_id, one.rank_id.dp_rank, one.num_running, one.num_kv_tokens)
+                    RankNews(
+                        one.rank_id.engine_id,
+                        one.rank_id.dp_rank,
+                        one.num_running,
+                        one.num_kv_tokens,
+                    )
                     for one in loads
                 ),
             )
@@ -215,10 +245,10 @@ class PeerChannel:
     def _take(self, payload: bytes) -> str:
         try:
             news = self._decoder.decode(payload)
-        except msgspec.MsgspecError:
-            return "malformed"
-        if news.peer_version != PEER_VERSION:
-            return "version"
+        except UNREADABLE as error:
+            return self._name_unreadable(payload, str(error))
+        if news.peer_version > PEER_VERSION:
+            return self._refuse_version(news.instance_id, news.peer_version)
         peer = news.instance_id
         if peer not in self._addresses:
             return "foreign"
@@ -229,6 +259,31 @@ class PeerChannel:
         for pool in news.pools:
             is_applied |= self._peering.apply(pool.pool, _message(news, pool))
         return "applied" if is_applied or not news.pools else "old"
+
+    def _name_unreadable(self, payload: bytes, reason: str) -> str:
+        """Say once of whom a message cannot be read; of nobody in the registry, once for all."""
+        head = _Head(instance_id="?")
+        with contextlib.suppress(*UNREADABLE):
+            head = self._head_decoder.decode(payload)
+        if head.peer_version > PEER_VERSION:
+            return self._refuse_version(head.instance_id, head.peer_version)
+        peer = head.instance_id if head.instance_id in self._addresses else "?"
+        if self._is_untold(peer, "malformed"):
+            log.warning("peer.message_unreadable", instance_id=peer, reason=reason)
+        return "malformed"
+
+    def _refuse_version(self, peer: str, version: int) -> str:
+        """Say once which peer is of a newer dsched: the upgrade has not come here yet."""
+        if peer in self._addresses and self._is_untold(peer, "version"):
+            log.warning(
+                "peer.version_refused", instance_id=peer, peer_version=version, wanted=PEER_VERSION
+            )
+        return "version"
+
+    def _is_untold(self, peer: str, fault: str) -> bool:
+        is_untold = (peer, fault) not in self._told
+        self._told.add((peer, fault))
+        return is_untold
 
     def _read(self) -> None:
         # ZeroMQ's descriptor signals edges, not levels: read until empty, or come back unasked.
@@ -274,11 +329,11 @@ def _message(news: PeerNews, pool: PoolNews) -> PeerMessage:
         is_full=news.is_full,
         ranks=tuple(
             PeerRankLoad(
-                rank_id=RankId(EngineId(engine_id), DpRank(dp_rank)),
-                num_running=num_running,
-                num_kv_tokens=num_kv_tokens,
+                rank_id=RankId(EngineId(one.engine_id), DpRank(one.dp_rank)),
+                num_running=one.num_running,
+                num_kv_tokens=one.num_kv_tokens,
             )
-            for engine_id, dp_rank, num_running, num_kv_tokens in pool.ranks
+            for one in pool.ranks
         ),
         longest_tokens=pool.longest_tokens,
     )

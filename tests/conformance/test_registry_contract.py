@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from itertools import pairwise
 
+import msgspec
 import pytest
+from first_forms import FIRST_FORMS
 from registry_cases import RegistryCase
 
 from dsched.clock import SystemClock
@@ -20,6 +22,7 @@ from dsched.registry import (
     Registry,
     RegistryChange,
     WatchLostError,
+    read_workers,
 )
 
 SHORT_S = 2.0
@@ -324,3 +327,25 @@ async def test_close_leaves_leases_alone(registry_case: RegistryCase) -> None:
 
     assert entry is not None
     assert (entry.value, entry.lease_id) == (b"v", lease)
+
+
+async def test_rows_of_a_newer_dsched_are_read(registry: Registry) -> None:
+    """What it adds is ignored, in every kind of registry; a format that it raised is named."""
+    ranks = [FIRST_FORMS["RankRow"] | {"temperature_c": 70}]
+    rows = {
+        "instances/i": FIRST_FORMS["InstanceRow"],
+        "engines/e/i": FIRST_FORMS["EngineRow"] | {"ranks": ranks},
+        "engines/f/i": FIRST_FORMS["EngineRow"] | {"engine_id": "f"},
+        "election/rebalancing": FIRST_FORMS["LeaderRow"],
+    }
+    for key, row in rows.items():
+        more = {"format": 2} if key == "engines/f/i" else {"colour": {"red": [1, None]}}
+        await registry.put(key, msgspec.json.encode(row | more))
+
+    view = read_workers(await registry.list_entries(""))
+
+    assert [row.instance_id for row in view.instances] == ["i"]
+    assert [(row.engine_id, len(row.ranks)) for row in view.engines] == [("e", 1)]
+    assert view.leader is not None
+    assert view.unreadable == ("engines/f/i",)
+    assert view.why_unreadable["engines/f/i"].startswith("written by dsched 0.1.0, instance i: ")

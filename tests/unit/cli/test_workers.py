@@ -116,7 +116,8 @@ def test_table_shows_ranks_and_why_an_engine_is_down() -> None:
     view = WorkersView(
         instances=(instance("http://127.0.0.1:8001"),),
         engines=(engine("a", num_running=5), engine("b", num_running=0, state="down")),
-        unreadable=("engines/x/y",),
+        unreadable=("engines/x/y", "engines/x/z"),
+        why_unreadable={"engines/x/z": "written by instance [z]: format 2"},
     )
 
     lines = printed(FoundWorkers(view=view, source="registry")).splitlines()
@@ -126,7 +127,8 @@ def test_table_shows_ranks_and_why_an_engine_is_down() -> None:
     assert lines[3].split() == ["b", "-", "down"]
     assert lines[4] == "b is down: refused"
     assert "No dsched answered; loads are those last written to the registry." in lines
-    assert "Registry key engines/x/y is of another dsched version; left out." in lines
+    assert "Registry key engines/x/y is left out: of another dsched version" in lines
+    assert "Registry key engines/x/z is left out: written by instance [z]: format 2" in lines
     assert all(len(line) <= 80 for line in lines)
 
 

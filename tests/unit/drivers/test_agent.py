@@ -268,12 +268,19 @@ async def test_command_of_an_older_leader_is_refused(
 
 @pytest.mark.parametrize(
     "frames",
-    [[b""], [b"\xc1garbage"], [b"\x81\xa4type\xa3new"], [b"a", b"b", b"c"], [b"x" * 60_000]],
+    [
+        [b""],
+        [b"\xc1garbage"],
+        [b"\x81\xa4type\xa3new"],
+        [b"a", b"b", b"c"],
+        [b"x" * 60_000],
+        [b"\x82\xa4type\xa9say_hello\xa4more" + b"\x91" * 60_000 + b"\xc0"],
+    ],
 )
 async def test_garbage_from_the_other_side_is_counted(
-    agents: MakeAgent, frames: list[bytes]
+    agents: MakeAgent, frames: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever comes from the endpoint, the agent keeps reporting."""
+    """Whatever comes from the endpoint, the agent keeps reporting; it says so once."""
     with raw_router() as (router, endpoint):
         agent = agents(endpoint)
         identity = (await recv(router))[0]
@@ -285,6 +292,23 @@ async def test_garbage_from_the_other_side_is_counted(
 
         assert await is_step_seen(router, 77)
         assert agent.num_errors == 0
+        told = [each.message for each in caplog.records if "command_unreadable" in each.message]
+        assert len(told) == 1
+
+
+async def test_fields_that_a_newer_dsched_adds_to_a_command_are_ignored(agents: MakeAgent) -> None:
+    commands: list[AgentCommand] = []
+    command = SetStepBudget(epoch=1, step_budget_ns=5)
+    fields = msgspec.to_builtins(command) | {"surprise": [1]}
+    with raw_router() as (router, endpoint):
+        agent = agents(endpoint, on_command=commands.append)
+        identity = (await recv(router))[0]
+
+        router.send_multipart([identity, msgspec.msgpack.encode(fields)])
+        await until(lambda: bool(commands))
+
+    assert commands == [command]
+    assert agent.num_refused_commands == 0
 
 
 async def test_steps_cost_nothing_while_nobody_listens(agents: MakeAgent) -> None:

@@ -150,7 +150,8 @@ def test_an_agent_of_another_version_is_named_once(reader: ReportReader, heard: 
         receive(reader, *[hello(wire_version=99)] * 3)
 
     assert [each["event"] for each in logs] == ["agent.version_refused"]
-    assert logs[0]["wire_version"] == 99
+    assert (logs[0]["engine_id"], logs[0]["dsched_version"]) == ("e0", "0")
+    assert (logs[0]["wire_version"], logs[0]["wanted"]) == (99, WIRE_VERSION)
     assert heard.messages == []
     assert reader.drops == {"version": 3}
 
@@ -250,7 +251,8 @@ def test_old_incarnations_are_remembered_in_bounds(reader: ReportReader, heard: 
         ({"num_dp_ranks": 1 << 40}, "malformed"),
         ({"kv_capacity_tokens": -1}, "malformed"),
         ({"kv_capacity_tokens": "many"}, "malformed"),
-        ({"surprise": 1}, "malformed"),
+        ({"wire_version": 0}, "malformed"),
+        ({"wire_version": WIRE_VERSION + 1, "dp_rank": "many"}, "version"),
         ({"type": "unheard"}, "malformed"),
     ],
 )
@@ -264,6 +266,48 @@ def test_hello_that_cannot_be_used_is_dropped_by_reason(
 
     assert heard.messages == []
     assert reader.drops == {reason: 1}
+
+
+@pytest.mark.parametrize("message", [hello(), report(1), goodbye()])
+def test_fields_that_a_newer_agent_adds_are_ignored(
+    reader: ReportReader, heard: Heard, message: AgentMessage
+) -> None:
+    """Engines are upgraded one by one."""
+    receive(reader, hello())
+    fields = msgspec.to_builtins(message) | {"surprise": [1, {"a": None}]}
+
+    reader.receive([b"sender", msgspec.msgpack.encode(fields)])
+
+    assert heard.messages == [hello(), message]
+    assert reader.drops == {}
+
+
+def test_what_nests_without_end_is_malformed(reader: ReportReader, heard: Heard) -> None:
+    """In a field that would be ignored."""
+    payload = msgspec.msgpack.encode(msgspec.to_builtins(hello()) | {"surprise": None})
+    assert payload.endswith(b"\xc0")
+
+    reader.receive([b"sender", payload[:-1] + b"\x91" * 100_000 + b"\xc0"])
+
+    assert heard.messages == []
+    assert reader.drops == {"malformed": 1}
+
+
+def test_a_sender_that_cannot_be_read_is_named_once(reader: ReportReader) -> None:
+    """The reason is that of its first message; other engines are named for themselves."""
+    fields = msgspec.to_builtins(report(1))
+    broken = msgspec.msgpack.encode(fields | {"num_running": "many"})
+    unheard = msgspec.msgpack.encode(fields | {"type": "unheard"})
+
+    with structlog.testing.capture_logs() as logs:
+        for identity in (b"e0/00/0", b"e0/00/1", b"e1/00/0", b"\x00\xff"):
+            for payload in (broken, unheard, broken):
+                reader.receive([identity, payload])
+
+    told = [(each["event"], each["engine_id"]) for each in logs]
+    assert told == [("agent.message_unreadable", name) for name in ("e0", "e1", "\x00\ufffd")]
+    assert logs[0]["reason"] == "Expected `int`, got `str` - at `$.num_running`"
+    assert reader.drops == {"malformed": 12}
 
 
 @pytest.mark.parametrize("num_frames", [0, 1, 3])

@@ -322,6 +322,55 @@ def test_a_fault_is_told_and_a_second_interrupt_is_none(
     assert told == ["ZeroDivisionError('ours')"] * num_told
 
 
+def raw(key: str, document: object) -> RegistryEntry:
+    value = msgspec.json.encode(document)
+    return RegistryEntry(key=key, value=value, create_revision=1, mod_revision=1, lease_id=None)
+
+
+def test_rows_of_a_higher_format_are_left_out_with_their_writer() -> None:
+    """The other rows of that process are read, and its version is where every format has it."""
+    engine_row = msgspec.to_builtins(engine("e"))
+    rows = {
+        instance_key("a"): msgspec.to_builtins(instance("a")),
+        instance_key("b"): {"format": 3, "version": "9.9", "peer_endpoint": "tcp://h:1"},
+        engine_key("e", "a"): engine_row | {"format": 1, "new": [None]},
+        engine_key("e", "b"): engine_row | {"format": 2, "pool": 7},
+        engine_key("e", "gone"): engine_row | {"state": "napping"},
+        engine_key("e", "odd"): engine_row | {"format": 0},
+        ELECTION_KEY: {"instance_id": "b", "format": 2},
+    }
+    listing = Listing(entries=tuple(raw(*each) for each in sorted(rows.items())), revision=1)
+
+    view = read_workers(listing)
+
+    assert [row.instance_id for row in view.instances] == ["a"]
+    assert view.engines == (engine("e"),)
+    assert view.leader is None
+    assert view.unreadable == tuple(view.why_unreadable)
+    assert view.why_unreadable == {
+        "election/rebalancing": "format 2, and this dsched reads up to 1",
+        "engines/e/b": "written by dsched 9.9, instance b: format 2, and this dsched reads up to 1",
+        "engines/e/gone": "written by instance gone: Invalid enum value 'napping' - at `$.state`",
+        "engines/e/odd": "written by instance odd: Expected `int` >= 1 - at `$.format`",
+        "instances/b": "written by dsched 9.9, instance b: format 3, and this dsched reads up to 1",
+    }
+
+
+def test_a_row_that_cannot_be_read_is_logged_once(tmp_path: Path) -> None:
+    """A row is written anew every second, and by each start of a process."""
+    config = Config(registry=RegistryConfig(url=f"sqlite:///{tmp_path / 'r.sqlite3'}"))
+    member = RegistryMember(config, clock=SystemClock(), instance_id="me")
+    bad, worse = ({"format": number} for number in (2, 3))
+    told = []
+    for rows in ({"a": bad}, {"a": bad, "b": bad}, {"a": worse}, {}, {"a": worse}):
+        entries = tuple(raw(instance_key(name), row) for name, row in rows.items())
+        with capture_logs() as logs:
+            member.tell_faults(read_workers(Listing(entries=entries, revision=1)))
+        told.append([each["key"] for each in logs if each["event"] == "registry.row_unreadable"])
+
+    assert told == [["instances/a"], ["instances/b"], ["instances/a"], [], ["instances/a"]]
+
+
 async def test_conflicts_of_other_processes_are_seen(tmp_path: Path) -> None:
     """Another dsched calls another engine by the same id."""
     url = f"sqlite:///{tmp_path / 'r.sqlite3'}"
@@ -397,20 +446,22 @@ def test_who_drives_an_engine_is_known_by_their_keys() -> None:
 
 
 def test_addresses_of_peers_are_those_of_processes_over_the_same_pool() -> None:
-    """One tells nothing, one is of another version, one is over other engines."""
+    """One tells nothing, one cannot be read, one is over other engines; a newer one is heard."""
     rows = {name: instance(name, peer_endpoint=f"tcp://h:{name}") for name in ("a", "b", "far")}
     rows["mute"] = instance("mute")
     entries = [entry(instance_key(name), row, 1) for name, row in sorted(rows.items())]
-    future = RegistryEntry(
-        key=instance_key("new"), value=b'{"instance_id": "new", "more": 1}', create_revision=1,
-        mod_revision=1, lease_id=None,
-    )  # fmt: skip
-    entries += [
-        entry(engine_key("e0", name), engine("e0"), 1) for name in ("a", "b", "mute", "new")
-    ]
+    document = msgspec.to_builtins(instance("new", peer_endpoint="tcp://h:new"))
+    future = (
+        raw(instance_key("broken"), {"instance_id": "broken", "more": 1}),
+        raw(instance_key("new"), document | {"more": 1}),
+        raw(instance_key("newest"), document | {"instance_id": "newest", "format": 2}),
+    )
+    names = ("a", "b", "broken", "mute", "new", "newest")
+    entries += [entry(engine_key("e0", name), engine("e0"), 1) for name in names]
     entries.append(entry(engine_key("e1", "far"), engine("e1"), 1))
-    listing = Listing(entries=(*entries, future), revision=1)
+    listing = Listing(entries=(*entries, *future), revision=1)
     view, _ = follow(ScriptedRegistry([listing], [[]]))
     pool = PoolSpec(name="p", model="m", engines=(EngineSpec(engine_id=EngineId("e0"), model="m"),))
 
-    assert peer_addresses([pool], view) == {"a": "tcp://h:a", "b": "tcp://h:b"}
+    addresses = {"a": "tcp://h:a", "b": "tcp://h:b", "new": "tcp://h:new"}
+    assert peer_addresses([pool], view) == addresses

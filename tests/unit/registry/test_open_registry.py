@@ -93,8 +93,8 @@ def test_unknown_url_is_refused(url: str) -> None:
 
 
 async def test_workers_are_read_back() -> None:
-    """Processes and engines, sorted; of two views of one engine the later one; and what another
-    version wrote is named, not dropped silently."""
+    """Processes and engines, sorted; of two views of one engine the later one; and what cannot be
+    read is named, not dropped silently."""
     registry = open_registry("memory://", clock=SystemClock())
     await registry.put(instance_key("i"), msgspec.json.encode(INSTANCE))
     for engine_id, instance, num_running in (("b", "i", 1), ("a", "j", 2), ("a", "i", 3)):

@@ -12,10 +12,11 @@ from dsched.config import Config, RoutingConfig
 from dsched.config_checks import check_config
 from dsched.errors import ConfigError
 from dsched.ids import DpRank, EngineId, RankId
-from dsched.registry.peer_channel import PEER_VERSION, PeerChannel, PeerNews, PoolNews
+from dsched.registry.peer_channel import PEER_VERSION, PeerChannel, PeerNews, PoolNews, RankNews
 from dsched.routing.peers import PeerMessage, PeerRankLoad
 
 S = 1_000_000_000
+DEEP = b"\x91" * 100_000 + b"\xc0"
 
 
 class FakePeering:
@@ -70,7 +71,7 @@ async def wired() -> AsyncIterator[Wired]:
 
 
 def news(peer: str = "peer", *, seq: int = 1, version: int = PEER_VERSION) -> bytes:
-    pool = PoolNews(pool="p", longest_tokens=9, ranks=(("e", 0, 1, 9),))
+    pool = PoolNews(pool="p", longest_tokens=9, ranks=(RankNews("e", 0, 1, 9),))
     return msgspec.msgpack.encode(
         PeerNews(peer_version=version, instance_id=peer, seq=seq, is_full=False, pools=(pool,))
     )
@@ -95,7 +96,10 @@ async def test_what_a_peer_says_is_applied(wired: Wired) -> None:
         (b"\xff\xff", "malformed"),
         (msgspec.msgpack.encode({"instance_id": "peer"}), "malformed"),
         (news().replace(b"\x09", b"\xff"), "malformed"),
+        (news(version=0), "malformed"),
         (news(version=PEER_VERSION + 1), "version"),
+        (msgspec.msgpack.encode({"instance_id": "peer", "peer_version": 9}), "version"),
+        (msgspec.msgpack.encode({"instance_id": "peer", "more": None})[:-1] + DEEP, "malformed"),
         (news("nobody"), "foreign"),
         (news("me"), "foreign"),
     ],
@@ -106,6 +110,44 @@ async def test_what_cannot_be_used_is_counted(wired: Wired, payload: bytes, outc
     assert wired.peering.heard == []
     assert dict(wired.channel.num_messages) == {outcome: 1}
     assert wired.channel.peers == ()
+
+
+async def test_what_a_newer_peer_adds_is_ignored(wired: Wired) -> None:
+    """Fields, and numbers at the end of a rank."""
+    message = msgspec.msgpack.decode(news())
+    message["more"] = message["pools"][0]["more"] = {"a": 1}
+    message["pools"][0]["ranks"][0] += [7, "new"]
+
+    wired.channel.receive(msgspec.msgpack.encode(message))
+    wired.channel.receive(news(seq=2))
+
+    (_, grown), (_, known) = wired.peering.heard
+    assert (grown.ranks, grown.longest_tokens) == (known.ranks, known.longest_tokens)
+    assert dict(wired.channel.num_messages) == {"applied": 2}
+
+
+async def test_a_peer_that_cannot_be_read_is_named_once(wired: Wired) -> None:
+    """Until it has left; strangers are named together, as anybody may call himself anything."""
+    newer = news(version=PEER_VERSION + 1)
+    broken = msgspec.msgpack.encode({"instance_id": "peer"})
+    with capture_logs() as logs:
+        for payload in [newer, broken, news("who", version=9), b"?", b"!"] * 3:
+            wired.channel.receive(payload)
+
+    told = [(each["event"], each["instance_id"]) for each in logs]
+    assert told == [
+        ("peer.version_refused", "peer"),
+        ("peer.message_unreadable", "peer"),
+        ("peer.message_unreadable", "?"),
+    ]
+    assert (logs[0]["peer_version"], logs[0]["wanted"]) == (PEER_VERSION + 1, PEER_VERSION)
+    assert logs[1]["reason"] == "Object missing required field `peer_version`"
+
+    wired.channel.follow({})
+    wired.channel.follow({"peer": "tcp://127.0.0.1:1"})
+    with capture_logs() as logs:
+        wired.channel.receive(newer)
+    assert [each["event"] for each in logs] == ["peer.version_refused"]
 
 
 async def test_a_silent_peer_is_forgotten_once_and_believed_again(wired: Wired) -> None:
