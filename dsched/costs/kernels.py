@@ -10,9 +10,10 @@ holds them always plans with the newest:
 All functions are O(log K) or better and allocate nothing.
 """
 
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
+
+from dsched.jit import kernel
 
 SLOPE = 0
 """Per token above the last knot."""
@@ -36,7 +37,7 @@ TILE_TOKENS = (1024, 2048, 4096)
 Floats = NDArray[np.float64]
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def curve_ns(
     tier_tokens: NDArray[np.int64], tier_ns: NDArray[np.int64], slope_ns: float, num_tokens: int
 ) -> float:
@@ -56,7 +57,7 @@ def curve_ns(
     return float(tier_ns[low])
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def tokens_ns(knot_tokens: Floats, knot_ns: Floats, slope_ns: float, num_tokens: float) -> float:
     """Return the part of a step that depends on its number of tokens only, fixed time included."""
     last = len(knot_tokens) - 1
@@ -70,14 +71,14 @@ def tokens_ns(knot_tokens: Floats, knot_ns: Floats, slope_ns: float, num_tokens:
     return value
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def topk_sum(past: float, chunk: float, k: float) -> float:
     """Return sum of min(past + i, k) for i = 0 .. chunk - 1: attended tokens under top-k."""
     short = min(max(k - past, 0.0), chunk)
     return short * past + short * (short - 1.0) / 2.0 + (chunk - short) * k
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def dense_ns(coefficients: Floats, past: float, chunk: float) -> float:
     """Return the part of a chunk's attention that grows with all of its context."""
     ns: float = coefficients[ATTENTION] * chunk * (past + chunk / 2.0)
@@ -87,7 +88,7 @@ def dense_ns(coefficients: Floats, past: float, chunk: float) -> float:
     return ns
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def sparse_ns(coefficients: Floats, past: float, chunk: float) -> float:
     """Return the part of a chunk's attention that sees at most k tokens; 0 where all is dense."""
     k = coefficients[TOPK_TOKENS]
@@ -99,14 +100,14 @@ def sparse_ns(coefficients: Floats, past: float, chunk: float) -> float:
     return ns
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def attention_ns(coefficients: Floats, past: float, chunk: float) -> float:
     """Return what a chunk of at least one token costs besides its number of tokens."""
     ns: float = dense_ns(coefficients, past, chunk) + sparse_ns(coefficients, past, chunk)
     return ns
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def step_parts(
     knot_tokens: Floats,
     knot_ns: Floats,
@@ -133,7 +134,7 @@ def step_parts(
     parts[1] = tokens_ns(knot_tokens, knot_ns, slope, total) - before
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def chunk_ns(
     knot_tokens: Floats,
     knot_ns: Floats,
@@ -152,7 +153,7 @@ def chunk_ns(
     return total
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def largest_chunk(
     knot_tokens: Floats,
     knot_ns: Floats,
@@ -208,7 +209,7 @@ def largest_chunk(
     )
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _solve_segment(
     knot_tokens: Floats,
     knot_ns: Floats,
@@ -258,7 +259,7 @@ def _solve_segment(
     return int(chunk)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _segment(knot_tokens: Floats, num_tokens: float) -> int:
     """Index of the last knot that is not above `num_tokens`."""
     low = 0
@@ -272,7 +273,7 @@ def _segment(knot_tokens: Floats, num_tokens: float) -> int:
     return low
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _token_slope(knot_tokens: Floats, knot_ns: Floats, slope_ns: float, num_tokens: float) -> float:
     """Nanoseconds a token just above `num_tokens`."""
     index = _segment(knot_tokens, num_tokens)

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
+
+from dsched.jit import kernel
 
 DEFAULT_FORGETTING = 0.98
 MIN_FORGETTING = 0.9
@@ -132,7 +133,7 @@ def _check_shape(name: str, value: Sequence[Any], shape: tuple[int, ...]) -> Non
         raise ValueError(f"{name} must be {shape} finite numbers, not {value}")
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _update(
     factors: NDArray[np.float64],
     covariance: NDArray[np.float64],
@@ -188,7 +189,7 @@ def _update(
     facts[_NUM_STEPS] += 1.0
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _watch_bias(covariance: NDArray[np.float64], facts: NDArray[np.float64], error: float) -> None:
     """Follow the noise and the CUSUM of the errors; on alarm learn as if anew."""
     sigma = max(np.sqrt(facts[_NOISE]), 1e-3)
@@ -200,7 +201,7 @@ def _watch_bias(covariance: NDArray[np.float64], facts: NDArray[np.float64], err
         _forget(covariance, facts)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _forget(covariance: NDArray[np.float64], facts: NDArray[np.float64]) -> None:
     """Know of each factor as little as after a few steps."""
     facts[_CUSUM_UP] = 0.0

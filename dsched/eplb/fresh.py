@@ -11,7 +11,6 @@ Compiled. Counting is O(E + R log E) for R redundant experts, packing O(P log G)
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from dsched.eplb.search import FAR_ABOVE, Holding, settle
@@ -28,6 +27,7 @@ from dsched.eplb.state import (
     sort_ranks,
 )
 from dsched.eplb.warm import empty_holding, limit_above, mean_load
+from dsched.jit import kernel
 
 ENOUGH = 0.004
 """Excess of the heaviest rank over the mean with which the first count of copies is good enough."""
@@ -36,7 +36,7 @@ COUNT_LIMIT = 512
 E^4 times, some milliseconds at the limit."""
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def is_before(
     share: NDArray[np.int64], num_copies: NDArray[np.int64], one: int, other: int
 ) -> bool:
@@ -48,7 +48,7 @@ def is_before(
     return one < other
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def sink(
     share: NDArray[np.int64], num_copies: NDArray[np.int64], heap: NDArray[np.int64], size: int
 ) -> None:
@@ -68,7 +68,7 @@ def sink(
     heap[position] = expert
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def count_copies(
     state: LayerState,
     heap: NDArray[np.int64],
@@ -104,7 +104,7 @@ def count_copies(
             sink(priority, num_copies, heap, size)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def by_falling_share(
     state: LayerState, by_load: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.int64]
 ) -> None:
@@ -134,7 +134,7 @@ def by_falling_share(
         position -= 1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def is_lighter(rank_load: NDArray[np.int64], one: int, other: int) -> bool:
     """Order of the rank heap: load, then number."""
     if rank_load[one] != rank_load[other]:
@@ -142,7 +142,7 @@ def is_lighter(rank_load: NDArray[np.int64], one: int, other: int) -> bool:
     return one < other
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def pop_lightest(rank_load: NDArray[np.int64], heap: NDArray[np.int64], size: int) -> int:
     """Take the first rank from a heap of `size` ranks."""
     first = heap[0]
@@ -162,7 +162,7 @@ def pop_lightest(rank_load: NDArray[np.int64], heap: NDArray[np.int64], size: in
     return int(first)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def push_rank(rank_load: NDArray[np.int64], heap: NDArray[np.int64], size: int, rank: int) -> None:
     """Add a rank to a heap of `size` ranks."""
     position = size
@@ -175,7 +175,7 @@ def push_rank(rank_load: NDArray[np.int64], heap: NDArray[np.int64], size: int, 
     heap[position] = rank
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def choose_other_node(
     state: LayerState,
     heap: NDArray[np.int64],
@@ -206,7 +206,7 @@ def choose_other_node(
     return size
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def pack_copies(
     state: LayerState,
     width: int,
@@ -250,7 +250,7 @@ def pack_copies(
     sort_ranks(state)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def give_up_copies(state: LayerState, expert: int, num_placed: int) -> None:
     """Forget the copies that found no rank; their slots are filled with other experts later.
 
@@ -262,7 +262,7 @@ def give_up_copies(state: LayerState, expert: int, num_placed: int) -> None:
     add_to_ranks(state, expert, state.share[expert] - old_share)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def fill_empty_slots(state: LayerState, width: int) -> None:
     """Use every empty slot of a live rank for the heaviest share that the rank does not hold.
 
@@ -301,7 +301,7 @@ class FreshScratch(NamedTuple):
     changed: NDArray[np.int64]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def plan_fresh(
     weight: NDArray[np.int64],
     by_load: NDArray[np.int64],
@@ -371,7 +371,7 @@ def plan_fresh(
             )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def place_counted(
     state: LayerState,
     width: int,
@@ -407,7 +407,7 @@ def place_counted(
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def search_counts(
     state: LayerState,
     width: int,
@@ -466,7 +466,7 @@ def search_counts(
                 has_improved = True
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def shift_copy(state: LayerState, giver: int, taker: int) -> bool:
     """Take a copy from one expert's count and give it to another's, if both may."""
     if giver == taker or state.num_copies[giver] < 2 or state.num_copies[taker] >= len(state.order):
@@ -476,7 +476,7 @@ def shift_copy(state: LayerState, giver: int, taker: int) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def settle_layers(
     weight: NDArray[np.int64],
     rank_up: NDArray[np.bool_],

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from dsched.eplb.fresh import plan_fresh, settle_layers
 from dsched.eplb.relabel import finish_layers, match_layers
 from dsched.eplb.warm import PAIR_LIMIT, UNLIMITED, improve_layers
+from dsched.jit import kernel
 
 REBATES = (2,)
 """Rebates (see `count_copies`) tried for a fresh layer until one is good enough. 0 is the published
@@ -114,7 +114,7 @@ class LayerResults:
         )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def survey_layers(
     weight: NDArray[np.int64],
     slots: NDArray[np.int32],

@@ -14,8 +14,9 @@ Pure. O(L E).
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
+
+from dsched.jit import kernel
 
 MIN_TOTAL_BITS = 44
 """Layers are scaled up until their total has this many bits."""
@@ -74,7 +75,7 @@ def integers_from_floats(array: NDArray[Any]) -> NDArray[Any]:
     return scaled
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def normalize(weight: NDArray[np.int64]) -> int:
     """Bring each layer to lowest terms and to a fixed scale, in place.
 

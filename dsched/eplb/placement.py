@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
 from dsched.errors import InvariantError
+from dsched.jit import kernel
 
 EMPTY = -1
 """Content of a slot that holds no expert: its rank is down, or already holds every expert."""
@@ -182,7 +182,7 @@ def split_evenly(placement: ExpertPlacement, load: ArrayLike) -> NDArray[np.floa
     return slot_tokens
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _split_evenly(
     slot_expert: NDArray[np.int32], load: NDArray[np.float64], out: NDArray[np.float64]
 ) -> None:

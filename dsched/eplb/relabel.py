@@ -9,14 +9,15 @@ Compiled. O(G^3 + P G) and O(P K).
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from dsched.jit import kernel
 
 FORBIDDEN = 1 << 40
 """Cost of a pair of ranks that must not be matched; more than all allowed pairs together."""
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def assign(cost: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return for each row the column of an assignment of least total cost. O(n^3).
 
@@ -68,7 +69,7 @@ def assign(cost: NDArray[np.int64]) -> NDArray[np.int64]:
     return result
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def match_layers(
     slots: NDArray[np.int32],
     current: NDArray[np.int32],
@@ -119,7 +120,7 @@ def match_layers(
             slots[layer, target : target + width] = before[source : source + width]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def finish_layers(
     slots: NDArray[np.int32],
     current: NDArray[np.int32],
@@ -149,7 +150,7 @@ def finish_layers(
             num_far_moves[layer] += not on_node[expert, node_of[slot // width]]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def keep_positions(
     slots: NDArray[np.int32], old: NDArray[np.int32], width: int, num_experts: int
 ) -> None:
@@ -170,7 +171,7 @@ def keep_positions(
         reorder_rank(slots, old, start, width, num_experts, arrived[:num_arrived])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def reorder_rank(
     slots: NDArray[np.int32],
     old: NDArray[np.int32],

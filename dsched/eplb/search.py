@@ -20,7 +20,6 @@ half is computed once, so a search is O(E + P c + K E + K P) for c copies instea
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from dsched.eplb.state import (
@@ -32,6 +31,7 @@ from dsched.eplb.state import (
     replace_copy,
     swap_copies,
 )
+from dsched.jit import kernel
 
 TILT = 0.01
 """Weight of the distance to the mean against overload. 0: ties are broken by number. Above .1:
@@ -83,18 +83,18 @@ class Step(NamedTuple):
     """Change of the number of moves: -3 .. 3."""
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def no_step() -> Step:
     return Step(-1, -1, -1, -1, 0.0, 0.0, FAR_ABOVE, 0)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def count_change(holding: Holding, came: int, left: int, rank: int) -> int:
     """Moves more (or fewer) when `came` replaces `left` on the rank."""
     return int(holding.on_rank[left, rank]) - int(holding.on_rank[came, rank])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def price_of(holding: Holding, expert: int, rank: int, node: int) -> int:
     """Price of having the expert on the rank: 0 where it already was."""
     if holding.on_rank[expert, rank]:
@@ -102,19 +102,19 @@ def price_of(holding: Holding, expert: int, rank: int, node: int) -> int:
     return holding.near_price if holding.on_node[expert, node] else holding.far_price
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def price_change(state: LayerState, holding: Holding, came: int, left: int, rank: int) -> int:
     node = state.node_of[rank]
     return price_of(holding, came, rank, node) - price_of(holding, left, rank, node)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def score_of(near_price: int, gain: float, price: int) -> float:
     """Gain for the price. A step that costs nothing counts as a quarter of the cheapest move."""
     return gain / max(float(price), 0.25 * float(near_price))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def can_exchange(state: LayerState, slot: int, other_slot: int) -> bool:
     """Whether an exchange leaves no rank with two copies of one expert."""
     expert = state.slot[slot]
@@ -132,7 +132,7 @@ def can_exchange(state: LayerState, slot: int, other_slot: int) -> bool:
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def can_replace(state: LayerState, slot: int, expert: int) -> bool:
     """Whether `slot` may take a copy of `expert`: distinct, spread, and nothing gets lost."""
     old = state.slot[slot]
@@ -147,7 +147,7 @@ def can_replace(state: LayerState, slot: int, expert: int) -> bool:
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def exchange_from(
     state: LayerState,
     width: int,
@@ -199,7 +199,7 @@ def exchange_from(
     return True
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def weigh_harm(state: LayerState, limit: int, mean: int) -> None:
     """Write `harm` and `harm_top` of every slot."""
     next_copy, first_copy, num_copies = state.next_copy, state.first_copy, state.num_copies
@@ -229,7 +229,7 @@ def weigh_harm(state: LayerState, limit: int, mean: int) -> None:
             copy = next_copy[copy]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def weigh_relief(state: LayerState, rank: int, limit: int, mean: int) -> None:
     """Write `relief` and `relief_top` of every expert; `relief_top` leaves `rank` out."""
     next_copy, first_copy, num_copies = state.next_copy, state.first_copy, state.num_copies
@@ -257,7 +257,7 @@ def weigh_relief(state: LayerState, rank: int, limit: int, mean: int) -> None:
         state.relief_top[expert] = top
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def find_replace(
     state: LayerState, width: int, rank: int, limit: int, mean: int, holding: Holding
 ) -> tuple[Step, Step, Step]:
@@ -323,7 +323,7 @@ def find_replace(
     return best, lightest, strict
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def price_replace(
     state: LayerState, holding: Holding, slot: int, expert: int, gain: float, heaviest: int
 ) -> Step:
@@ -336,7 +336,7 @@ def price_replace(
     return Step(slot, -1, -1, expert, gain, score, heaviest, num_moves)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def find_exchange(
     state: LayerState, width: int, rank: int, limit: int, mean: int, holding: Holding
 ) -> tuple[Step, Step]:
@@ -387,7 +387,7 @@ def find_exchange(
     return best, lightest
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def third_load(state: LayerState, one: int, other: int) -> int:
     """Heaviest load among the ranks other than these two."""
     for index in range(len(state.order) - 1, -1, -1):
@@ -397,7 +397,7 @@ def third_load(state: LayerState, one: int, other: int) -> int:
     return 0
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def price_exchange(
     state: LayerState, holding: Holding, slot: int, other_slot: int, gain: float, heaviest: int
 ) -> Step:
@@ -416,7 +416,7 @@ def price_exchange(
     return Step(slot, other_slot, -1, -1, gain, score, heaviest, num_moves)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def find_cycle(
     state: LayerState, width: int, rank: int, limit: int, mean: int, holding: Holding
 ) -> Step:
@@ -480,7 +480,7 @@ def find_cycle(
     return best
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def can_pass_round(state: LayerState, slot: int, light_slot: int, heavy_slot: int) -> bool:
     """Whether no rank gets an expert that it has: slot to light, light to heavy, heavy to slot."""
     return not (
@@ -490,7 +490,7 @@ def can_pass_round(state: LayerState, slot: int, light_slot: int, heavy_slot: in
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def price_cycle(
     state: LayerState, holding: Holding, slot: int, light_slot: int, heavy_slot: int, gain: float
 ) -> Step:
@@ -506,7 +506,7 @@ def price_cycle(
     return Step(slot, light_slot, heavy_slot, -1, gain, score, FAR_ABOVE, num_moves)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def take_step(state: LayerState, step: Step) -> None:
     """Make the step. Taking `undo_of` the same step afterwards brings the state back."""
     if step.other_slot >= 0:
@@ -517,7 +517,7 @@ def take_step(state: LayerState, step: Step) -> None:
         replace_copy(state, step.slot, step.expert)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def undo_of(state: LayerState, step: Step) -> Step:
     """Return the step that undoes `step`. In: the state before it."""
     other_slot, third_slot, expert = step.other_slot, step.third_slot, -1
@@ -537,7 +537,7 @@ def undo_of(state: LayerState, step: Step) -> Step:
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def exchange_ranks(
     state: LayerState,
     width: int,
@@ -562,7 +562,7 @@ def exchange_ranks(
     return now
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def settle(
     state: LayerState,
     width: int,

@@ -17,10 +17,10 @@ Pure. About 10 us for a layer of 288 slots on 32 ranks; O(S log c) a pass for S 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
 from dsched.eplb.placement import EMPTY, ExpertPlacement, read_tokens, refuse_tokens
+from dsched.jit import kernel
 
 TOLERANCE = 1e-5
 """Relative distance to the optimum at which a layer is done. Lower: more passes for nothing that
@@ -139,7 +139,7 @@ class SplitState(NamedTuple):
     """[G] scratch: copy, on the rank before, that gives tokens up."""
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def new_split_state(num_experts: int, num_ranks: int, num_slots: int) -> SplitState:
     return SplitState(
         np.empty(num_experts, np.int32),
@@ -158,7 +158,7 @@ def new_split_state(num_experts: int, num_ranks: int, num_slots: int) -> SplitSt
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def solve_layers(
     slot_expert: NDArray[np.int32],
     load: NDArray[np.float64],
@@ -183,7 +183,7 @@ def solve_layers(
     return -1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def make_runs(
     state: SplitState,
     slots: NDArray[np.int32],
@@ -237,7 +237,7 @@ def make_runs(
     return num_runs
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def pour_runs(state: SplitState, num_runs: int, mean: float) -> None:
     """Divide evenly, then pour run by run until no part moves by more than the tolerance."""
     rank_load, part, rank = state.rank_load, state.part, state.rank
@@ -264,7 +264,7 @@ def pour_runs(state: SplitState, num_runs: int, mean: float) -> None:
             return
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def pour(
     rank_load: NDArray[np.float64],
     part: NDArray[np.float64],
@@ -304,7 +304,7 @@ def pour(
     return greatest_change
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def push_paths(state: SplitState, mean: float) -> None:
     """Push flow from the heaviest rank to lighter ones it can reach, until there is none.
 
@@ -335,7 +335,7 @@ def push_paths(state: SplitState, mean: float) -> None:
             push_along(state, heaviest, lightest, half)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def search_paths(state: SplitState, source: int, tolerance: float) -> tuple[int, float, int]:
     """Search breadth first from `source` along copies with tokens to give.
 
@@ -377,7 +377,7 @@ def search_paths(state: SplitState, source: int, tolerance: float) -> tuple[int,
     return int(lightest), total / num_queued, num_queued
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def push_along(state: SplitState, source: int, target: int, wanted: float) -> float:
     """Move `wanted` tokens along the path found, or what it can carry; returns how many."""
     part, rank = state.part, state.rank
@@ -396,7 +396,7 @@ def push_along(state: SplitState, source: int, target: int, wanted: float) -> fl
     return amount
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def write_run(state: SplitState, run: int, out: NDArray[np.float64]) -> None:
     """Write a run's parts; the greatest takes the rounding error, so that they add up."""
     start = state.start[run]
@@ -411,7 +411,7 @@ def write_run(state: SplitState, run: int, out: NDArray[np.float64]) -> None:
     out[state.slot[greatest]] += state.amount[run] - total
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def round_layers(
     slot_expert: NDArray[np.int32],
     load: NDArray[np.float64],

@@ -14,8 +14,9 @@ These functions are compiled (numba) and allocate nothing.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from dsched.jit import kernel
 
 
 class LayerState(NamedTuple):
@@ -58,7 +59,7 @@ class LayerState(NamedTuple):
     """1: copies of an expert that has several must not all sit on one node."""
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def new_state(
     num_experts: int,
     rank_up: NDArray[np.bool_],
@@ -102,7 +103,7 @@ def new_state(
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def clear(state: LayerState, weight: NDArray[np.int64]) -> None:
     """Empty every slot and take the loads of another layer. `weight` has E elements."""
     num_experts = len(weight)
@@ -116,7 +117,7 @@ def clear(state: LayerState, weight: NDArray[np.int64]) -> None:
         state.grown_share[expert] = weight[expert]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def fill(state: LayerState, slots: NDArray[np.int32]) -> None:
     """Put a whole layer in, E in empty slots. The state must be clear."""
     num_experts = len(state.weight) - 1
@@ -134,7 +135,7 @@ def fill(state: LayerState, slots: NDArray[np.int32]) -> None:
     sort_ranks(state)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def set_shares(state: LayerState, expert: int) -> None:
     """Recompute the two shares of an expert from its number of copies."""
     num_copies = state.num_copies[expert]
@@ -147,13 +148,13 @@ def set_shares(state: LayerState, expert: int) -> None:
     state.grown_share[expert] = weight // (num_copies + 1)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def has_copy(state: LayerState, expert: int, rank: int) -> bool:
     """Whether the rank holds the expert. O(copies)."""
     return is_on(state.first_copy, state.next_copy, state.rank_of, expert, rank)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def is_on(
     first_copy: NDArray[np.int64],
     next_copy: NDArray[np.int64],
@@ -170,7 +171,7 @@ def is_on(
     return False
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def add_to_ranks(state: LayerState, expert: int, amount: int) -> None:
     """Add `amount` to every rank that holds the expert."""
     slot = state.first_copy[expert]
@@ -179,7 +180,7 @@ def add_to_ranks(state: LayerState, expert: int, amount: int) -> None:
         slot = state.next_copy[slot]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def link_copy(state: LayerState, slot: int, expert: int) -> None:
     """Enter an expert in an empty slot, without touching loads."""
     state.slot[slot] = expert
@@ -188,7 +189,7 @@ def link_copy(state: LayerState, slot: int, expert: int) -> None:
         state.first_copy[expert] = slot
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def unlink_copy(state: LayerState, slot: int) -> None:
     """Take the expert out of a slot, without touching loads."""
     num_experts = len(state.weight) - 1
@@ -205,7 +206,7 @@ def unlink_copy(state: LayerState, slot: int) -> None:
     state.next_copy[previous] = state.next_copy[slot]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def add_copy(state: LayerState, slot: int, expert: int) -> None:
     """Put a copy into an empty slot; the other copies give up their part. Ranks are not sorted."""
     if expert == len(state.weight) - 1:
@@ -220,7 +221,7 @@ def add_copy(state: LayerState, slot: int, expert: int) -> None:
     state.rank_load[state.rank_of[slot]] += state.share[expert]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def remove_copy(state: LayerState, slot: int) -> None:
     """Empty a slot; the other copies take over its part. Ranks are not sorted."""
     expert = state.slot[slot]
@@ -234,7 +235,7 @@ def remove_copy(state: LayerState, slot: int) -> None:
     add_to_ranks(state, expert, state.share[expert] - old_share)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def replace_copy(state: LayerState, slot: int, expert: int) -> None:
     """Overwrite a slot with a copy of another expert and sort the ranks."""
     remove_copy(state, slot)
@@ -242,7 +243,7 @@ def replace_copy(state: LayerState, slot: int, expert: int) -> None:
     sort_ranks(state)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def swap_copies(state: LayerState, first: int, second: int) -> None:
     """Exchange the experts of two slots and sort the ranks."""
     one = state.slot[first]
@@ -257,7 +258,7 @@ def swap_copies(state: LayerState, first: int, second: int) -> None:
     sort_ranks(state)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def sort_ranks(state: LayerState) -> None:
     """Restore the order of the ranks: insertion, as few ranks are out of place."""
     order = state.order
@@ -274,7 +275,7 @@ def sort_ranks(state: LayerState) -> None:
         order[position + 1] = rank
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def keeps_spread(state: LayerState, expert: int, left_slot: int, new_rank: int) -> bool:
     """Whether the copies stay on two nodes when one leaves `left_slot` and one joins `new_rank`.
 
@@ -300,7 +301,7 @@ def keeps_spread(state: LayerState, expert: int, left_slot: int, new_rank: int) 
     return num_copies <= 1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def overload(load: int, limit: int, mean: int, tilt: float) -> float:
     """How bad a rank load is: its square above `limit`, plus a little for any distance to `mean`.
 

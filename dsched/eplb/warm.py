@@ -9,7 +9,6 @@ Compiled. One step costs what `search.py` says.
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from dsched.eplb.search import (
@@ -41,6 +40,7 @@ from dsched.eplb.state import (
     replace_copy,
     sort_ranks,
 )
+from dsched.jit import kernel
 
 MAX_STEPS = 4_096
 """Steps of one layer. Never reached in practice; bounds the time if it were."""
@@ -51,7 +51,7 @@ UNLIMITED = 1 << 40
 """More moves than any layer has."""
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def improve_layers(
     weight: NDArray[np.int64],
     current: NDArray[np.int32],
@@ -107,7 +107,7 @@ def improve_layers(
         out[layer] = state.slot
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def mean_load(weight: NDArray[np.int64], num_live: int) -> int:
     """Total over live ranks, rounded up: no placement is lighter."""
     total = np.int64(0)
@@ -116,13 +116,13 @@ def mean_load(weight: NDArray[np.int64], num_live: int) -> int:
     return int(-(-total // num_live))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def limit_above(mean: int, excess: float) -> int:
     """Rank load that is `excess` above the mean. Rounded down, so 0 means the mean itself."""
     return mean + int(float(mean) * excess)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def empty_holding(
     num_experts: int, num_ranks: int, num_nodes: int, near_price: int, far_price: int
 ) -> Holding:
@@ -135,7 +135,7 @@ def empty_holding(
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def set_holding(holding: Holding, state: LayerState) -> None:
     """Note which experts are where before anything moves."""
     num_experts = len(state.weight) - 1
@@ -151,7 +151,7 @@ def set_holding(holding: Holding, state: LayerState) -> None:
             holding.on_node[expert, state.node_of[rank]] = 1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def drop_doubles(slots: NDArray[np.int32], width: int, num_experts: int) -> None:
     """Empty the slots whose expert the rank holds in an earlier slot."""
     for slot in range(len(slots)):
@@ -160,7 +160,7 @@ def drop_doubles(slots: NDArray[np.int32], width: int, num_experts: int) -> None
                 slots[slot] = num_experts
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def cover(state: LayerState, goal: int, mean: int) -> int:
     """Place every expert without a copy, heaviest first. Returns the number of copies placed.
 
@@ -199,7 +199,7 @@ def cover(state: LayerState, goal: int, mean: int) -> int:
         num_placed += 1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def fill_spare_slots(
     state: LayerState, holding: Holding, goal: int, mean: int, moves_left: int
 ) -> None:
@@ -229,7 +229,7 @@ def fill_spare_slots(
     sort_ranks(state)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def is_better(
     heaviest: int, num_moves: int, best_heaviest: int, best_moves: int, goal: int
 ) -> bool:
@@ -243,7 +243,7 @@ def is_better(
     return heaviest < best_heaviest
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def improve(
     state: LayerState,
     width: int,
@@ -306,7 +306,7 @@ def improve(
     return best_moves
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def choose_step(
     state: LayerState, width: int, goal: int, mean: int, holding: Holding, moves_left: int
 ) -> tuple[Step, Step]:
@@ -338,7 +338,7 @@ def choose_step(
     return no_step(), aside
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def lighter(one: Step, other: Step, moves_left: int) -> Step:
     """Return the affordable step with the lighter heaviest rank; with equal ones, fewer moves."""
     if one.num_moves > moves_left:
@@ -350,7 +350,7 @@ def lighter(one: Step, other: Step, moves_left: int) -> Step:
     return one if one.num_moves <= other.num_moves else other
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def find_pair(
     state: LayerState, width: int, goal: int, mean: int, holding: Holding, moves_left: int
 ) -> tuple[Step, Step]:

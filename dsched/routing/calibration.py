@@ -20,11 +20,11 @@ State: mutable, owned by one router. O(D) a step.
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from dsched.drivers.wire import RankReport
 from dsched.ids import EngineId
+from dsched.jit import kernel
 from dsched.routing.kernels import KV_TOKEN_NS, REQUEST_NS
 from dsched.routing.time_factors import TimeFactors
 
@@ -60,7 +60,7 @@ EARLY_KEPT = 0.8
 """Share of what was seen that is kept after each of the early fits."""
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def learn_step(
     sums: NDArray[np.float64],
     targets: NDArray[np.float64],
@@ -79,7 +79,7 @@ def learn_step(
             )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _solve(system: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
     """Solve a symmetric positive definite system, in place: no pivoting is needed.
 
@@ -99,7 +99,7 @@ def _solve(system: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[n
     return right
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def fit_factors(
     sums: NDArray[np.float64], targets: NDArray[np.float64], factors: NDArray[np.float64]
 ) -> None:
@@ -139,7 +139,7 @@ def fit_factors(
         is_fixed[worst] = True
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def fit_if_due(
     sums: NDArray[np.float64],
     targets: NDArray[np.float64],

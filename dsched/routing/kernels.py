@@ -10,8 +10,9 @@ All choices are total: by cost first, then the rank that comes first when counti
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from dsched.jit import kernel
 
 OWN_RUNNING = 0
 """Requests that this router sent and that have not ended."""
@@ -67,7 +68,7 @@ NO_RANK = -1
 ANY_DP_RANK = -1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _is_listed(excluded: NDArray[np.int64], rank: int) -> bool:
     found = False
     for index in range(excluded.shape[0]):
@@ -75,7 +76,7 @@ def _is_listed(excluded: NDArray[np.int64], rank: int) -> bool:
     return found
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def has_room(table: NDArray[np.int64], rank: int, wanted_tokens: int) -> bool:
     """Whether `rank` can start a request that wants `wanted_tokens` of KV now.
 
@@ -92,7 +93,7 @@ def has_room(table: NDArray[np.int64], rank: int, wanted_tokens: int) -> bool:
     return bool(running == 0 and used == 0 and wanted_tokens <= table[KV_CAPACITY, rank])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def least_base(prices: NDArray[np.float64], num_ranks: int) -> float:
     """Least base of all ranks. Costs count what a rank's own is longer, so that they are the same
     as without bases where all are alike. O(D)."""
@@ -102,7 +103,7 @@ def least_base(prices: NDArray[np.float64], num_ranks: int) -> float:
     return least
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def home_margin(prices: NDArray[np.float64], rank: int, prompt_tokens: int, is_away: int) -> float:
     """Return what its home router may just have sent to a rank, in ns; 0 `HERE`."""
     if is_away == AWAY_HEARD:
@@ -113,7 +114,7 @@ def home_margin(prices: NDArray[np.float64], rank: int, prompt_tokens: int, is_a
     return 0.0
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def pick_rank(
     table: NDArray[np.int64],
     prices: NDArray[np.float64],
@@ -186,7 +187,7 @@ def pick_rank(
     return best, best_cost, num_usable, num_large_enough, num_with_room
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def largest_room(table: NDArray[np.int64], num_ranks: int, dp_rank: int, max_state: int) -> int:
     """KV tokens that the roomiest usable rank can still take; -1 if none takes a request. O(D)."""
     largest = -1
@@ -206,7 +207,7 @@ def largest_room(table: NDArray[np.int64], num_ranks: int, dp_rank: int, max_sta
     return largest
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def level_tokens(
     table: NDArray[np.int64], prices: NDArray[np.float64], num_ranks: int, longest_tokens: int
 ) -> int:

@@ -32,9 +32,9 @@ tests/reference/routing_migration.py.
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from dsched.jit import kernel
 from dsched.routing.kernels import BASE_NS, KV_TOKEN_NS, REQUEST_NS
 
 DEFAULT_MAX_MOVES = 4
@@ -199,7 +199,7 @@ def _step_ns(
     return float(costs.max())
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def sort_by_rank(
     sequence_rank: NDArray[np.int64], num_ranks: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -217,7 +217,7 @@ def sort_by_rank(
     return order, start
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _cost(
     prices: NDArray[np.float64],
     running: NDArray[np.int64],
@@ -233,7 +233,7 @@ def _cost(
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def plan_moves(
     sequence_kv: NDArray[np.int64],
     is_movable: NDArray[np.bool_],
@@ -335,7 +335,7 @@ def plan_moves(
     return num_moves
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _costliest_alone(
     sequence_kv: NDArray[np.int64],
     order: NDArray[np.int64],
@@ -355,7 +355,7 @@ def _costliest_alone(
     return lone
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _best_change(
     high: int,
     floor: float,

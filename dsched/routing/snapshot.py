@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from dsched.ids import RankId
+from dsched.jit import kernel
 from dsched.routing import kernels as k
 from dsched.routing.decode import DecodeRouter
 from dsched.routing.holding import HeldRequest
@@ -253,7 +253,7 @@ class ViewWatch:
         return self.router._tie_offset
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def take_changes(
     table: NDArray[np.int64],
     price_bits: NDArray[np.int64],

@@ -5,11 +5,11 @@ Times are float64 nanoseconds. Requests are slots of a struct of arrays `state` 
 `dsched.scheduler.chunking` and `dsched.scheduler.planner`.
 """
 
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
 from dsched.costs.kernels import chunk_ns, curve_ns, largest_chunk
+from dsched.jit import kernel
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -76,7 +76,7 @@ MIN_QUANTUM_SHARE = 0.01
 whose turn the forced chunk is."""
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def bucket_of(bounds: Ints, num_tokens: int) -> int:
     """Return the index of the length bucket: the first whose bound is above `num_tokens`."""
     for bucket in range(len(bounds)):
@@ -85,7 +85,7 @@ def bucket_of(bounds: Ints, num_tokens: int) -> int:
     return len(bounds)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def credit(
     deficits: Floats, weights: Floats, buckets: Ints, num_candidates: int, quantum_ns: float
 ) -> None:
@@ -103,7 +103,7 @@ def credit(
             deficits[bucket] = max(min(saved, limit), -limit)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def grant_chunks(
     knot_tokens: Floats,
     knot_ns: Floats,
@@ -221,7 +221,7 @@ def grant_chunks(
     return budget_ns - left, num_forced
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def plan_step(
     state: Ints,
     order: Ints,
@@ -289,7 +289,7 @@ def plan_step(
     facts[NUM_FORCED] = num_forced
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _drop_gone(state: Ints, order: Ints, counters: Ints, freed: Ints, facts: Floats) -> int:
     """Free the slots of finished requests; keep the rest in arrival order."""
     kept = 0
@@ -309,7 +309,7 @@ def _drop_gone(state: Ints, order: Ints, counters: Ints, freed: Ints, facts: Flo
     return kept
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _admit_decodes(
     state: Ints,
     order: Ints,
@@ -366,7 +366,7 @@ def _admit_decodes(
     facts[DECODE_KV] = kv
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _preempt(state: Ints, counters: Ints, preempted: Ints, facts: Floats, slot: int) -> None:
     """Take a request's KV back; it computes its tokens again later."""
     if not state[IS_RUNNING, slot]:
@@ -379,7 +379,7 @@ def _preempt(state: Ints, counters: Ints, preempted: Ints, facts: Floats, slot: 
     facts[NUM_PREEMPTED] += 1
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _collect_candidates(
     state: Ints,
     order: Ints,
@@ -438,7 +438,7 @@ def _collect_candidates(
     return count
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _apply_chunks(
     state: Ints,
     counters: Ints,
@@ -474,7 +474,7 @@ def _apply_chunks(
     facts[NUM_CHUNKS] = at - int(facts[NUM_DECODES])
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _aligned_chunk(
     knot_tokens: Floats,
     knot_ns: Floats,
@@ -497,7 +497,7 @@ def _aligned_chunk(
     return chunk // alignment * alignment
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _next_bucket(
     deficits: Floats, weights: Floats, buckets: Ints, num_candidates: int, served: Ints
 ) -> int:
@@ -512,12 +512,12 @@ def _next_bucket(
     return best
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _first_of(buckets: Ints, num_candidates: int, bucket: int) -> int:
     return _next_of(buckets, num_candidates, bucket, -1)
 
 
-@nb.njit(cache=True, nogil=True)
+@kernel
 def _next_of(buckets: Ints, num_candidates: int, bucket: int, after: int) -> int:
     """The next candidate of a bucket behind position `after`; `num_candidates` for none."""
     i = after + 1

@@ -18,9 +18,9 @@ sending and receiving apart.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from dsched.jit import kernel
 from dsched.routing import kernels as k
 from dsched.routing.calibration import MIN_STEPS, fit_if_due, learn_step
 from dsched.routing.migration import plan_moves, sort_by_rank
@@ -165,7 +165,7 @@ class State(NamedTuple):
     out: NDArray[np.float64]
 
 
-@njit(cache=True)
+@kernel
 def make_state(limits: Limits, rules: Rules, max_slots: int, num_requests: int) -> State:
     """Return an empty group."""
     num_ranks = limits.num_ranks
@@ -203,7 +203,7 @@ def make_state(limits: Limits, rules: Rules, max_slots: int, num_requests: int) 
     )
 
 
-@njit(cache=True)
+@kernel
 def refresh_view(state: State, rules: Rules) -> None:
     """Set what the router knows at the start of a step: `stale_steps` old, plus what it sent."""
     view, ranks = state.load_view, state.ranks
@@ -230,7 +230,7 @@ def refresh_view(state: State, rules: Rules) -> None:
             _credit(view, rank, state.sent[row, 0, rank], state.sent[row, 1, rank])
 
 
-@njit(cache=True)
+@kernel
 def _credit(view: NDArray[np.float64], rank: int, num_requests: float, tokens: float) -> None:
     view[p.WAITING, rank] += num_requests
     view[p.KV, rank] += tokens
@@ -238,7 +238,7 @@ def _credit(view: NDArray[np.float64], rank: int, num_requests: float, tokens: f
     view[p.WAITING_TOKENS, rank] += tokens
 
 
-@njit(cache=True)
+@kernel
 def arrive(state: State, limits: Limits, requests: Requests, now_ns: float) -> int:
     """Take in what has arrived; return how many. They are the last of the held ones."""
     counters, slots = state.counters, state.slots
@@ -268,7 +268,7 @@ def arrive(state: State, limits: Limits, requests: Requests, now_ns: float) -> i
     return num_new
 
 
-@njit(cache=True)
+@kernel
 def _bind(state: State, rules: Rules, slot: int, rank: int) -> None:
     """Send a request to a rank: last in its engine's queue."""
     slots, ranks, counters = state.slots, state.ranks, state.counters
@@ -295,7 +295,7 @@ def _bind(state: State, rules: Rules, slot: int, rank: int) -> None:
     state.request_rank[slots[S_REQUEST, slot]] = rank
 
 
-@njit(cache=True)
+@kernel
 def longest_tokens(state: State) -> int:
     """KV tokens of the bound request that was longest when bound (as `LongestBooking`)."""
     slots = state.slots
@@ -315,7 +315,7 @@ def longest_tokens(state: State) -> int:
     return int(slots[S_TOKENS, longest]) if longest >= 0 else 0
 
 
-@njit(cache=True)
+@kernel
 def _pick_own(state: State, limits: Limits, tokens: int, level: int, ignore_room: bool) -> int:
     """Ask the compiled part of `DecodeRouter`."""
     rank, _, _, _, _ = k.pick_rank(
@@ -335,7 +335,7 @@ def _pick_own(state: State, limits: Limits, tokens: int, level: int, ignore_room
     return rank
 
 
-@njit(cache=True)
+@kernel
 def route_bound(
     state: State, limits: Limits, rules: Rules, draws: NDArray[np.float64], num_new: int
 ) -> None:
@@ -368,7 +368,7 @@ def route_bound(
     counters[C_NUM_HELD] = first
 
 
-@njit(cache=True)
+@kernel
 def _next_held(
     state: State, limits: Limits, rules: Rules, longest: int, now_ns: float
 ) -> tuple[int, int]:
@@ -398,7 +398,7 @@ def _next_held(
     return best, _pick_own(state, limits, slots[S_TOKENS, held[best]], longest, False)
 
 
-@njit(cache=True)
+@kernel
 def route_held(
     state: State, limits: Limits, rules: Rules, now_ns: float, is_measured: bool
 ) -> None:
@@ -423,7 +423,7 @@ def route_held(
         _bind(state, rules, slot, rank)
 
 
-@njit(cache=True)
+@kernel
 def admit(state: State, limits: Limits) -> None:
     """Let each rank start its bound requests in order while there is room."""
     slots, ranks, counters = state.slots, state.ranks, state.counters
@@ -449,7 +449,7 @@ def admit(state: State, limits: Limits) -> None:
             ranks[R_MEMORY, rank] += tokens
 
 
-@njit(cache=True)
+@kernel
 def _planned_load(
     state: State, limits: Limits
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -486,7 +486,7 @@ def _planned_load(
     return running, kv, room, link
 
 
-@njit(cache=True)
+@kernel
 def start_moves(state: State, limits: Limits, rules: Rules, is_measured: bool) -> None:
     """Plan and start transfers; the moved sequences stand still from now on."""
     slots, ranks, counters = state.slots, state.ranks, state.counters
@@ -546,7 +546,7 @@ def start_moves(state: State, limits: Limits, rules: Rules, is_measured: bool) -
             state.out[OUT_MOVED_TOKENS] += tokens
 
 
-@njit(cache=True)
+@kernel
 def transfer(state: State, limits: Limits, step_ns: float) -> None:
     """Copy for `step_ns`; sequences whose copy is complete go on at their new rank."""
     slots, ranks, counters = state.slots, state.ranks, state.counters
@@ -580,7 +580,7 @@ def transfer(state: State, limits: Limits, step_ns: float) -> None:
     counters[C_NUM_MOVING] = kept
 
 
-@njit(cache=True)
+@kernel
 def emit(state: State, is_measured: bool) -> None:
     """Every running request emits a token; some end."""
     slots, ranks, counters = state.slots, state.ranks, state.counters
@@ -606,7 +606,7 @@ def emit(state: State, is_measured: bool) -> None:
             state.out[OUT_FINISHED] += 1.0
 
 
-@njit(cache=True)
+@kernel
 def preempt(state: State, limits: Limits, is_measured: bool) -> None:
     """Where growth overran the KV, send the request admitted last back to the queue's front."""
     slots, ranks = state.slots, state.ranks
@@ -633,7 +633,7 @@ def preempt(state: State, limits: Limits, is_measured: bool) -> None:
                 state.out[OUT_PREEMPTIONS] += 1.0
 
 
-@njit(cache=True)
+@kernel
 def step_time(state: State, limits: Limits, is_measured: bool) -> float:
     """Return how long the step takes, and add it to the sums beside the fluid reference."""
     slots, ranks, counters, out = state.slots, state.ranks, state.counters, state.out
@@ -670,7 +670,7 @@ def step_time(state: State, limits: Limits, is_measured: bool) -> float:
     return step_ns
 
 
-@njit(cache=True)
+@kernel
 def calibrate(
     state: State, limits: Limits, start_prices: NDArray[np.float64], measured_ns: float
 ) -> None:
@@ -699,7 +699,7 @@ def calibrate(
                 state.own_prices[row, rank] = start_prices[row] * state.factors[row]
 
 
-@njit(cache=True)
+@kernel
 def run_group(
     limits: Limits,
     rules: Rules,

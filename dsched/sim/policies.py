@@ -12,9 +12,9 @@ where the origin rotates.
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from dsched.jit import kernel
 from dsched.routing import kernels as routing_kernels
 
 ROUND_ROBIN = 0
@@ -177,7 +177,7 @@ POLICIES: dict[str, SimPolicy] = {
 DEFAULT_POLICY = "dsched_late"
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def pick_peer(
     policy: int,
     view: NDArray[np.float64],
@@ -255,14 +255,14 @@ def pick_peer(
     return best
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _p2c_load(policy: int, view: NDArray[np.float64], rank: int) -> float:
     if policy == P2C_REQUESTS:
         return float(view[RUNNING, rank] + view[WAITING, rank])
     return float(view[KV, rank])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def fill_table(table: NDArray[np.int64], view: NDArray[np.float64]) -> None:
     """Write a load view into the table of `dsched.routing.kernels`."""
     for rank in range(view.shape[1]):

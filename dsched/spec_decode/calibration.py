@@ -18,9 +18,9 @@ verified itself, would: the kept ones of its kind are hidden.)
 
 import msgspec
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
+from dsched.jit import kernel
 from dsched.spec_decode.statistics import check_outcomes
 
 NUM_BINS = 15
@@ -266,7 +266,7 @@ class OnlineCalibration:
         return values
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _clipped_logit(c: float) -> float:
     if c <= 0.0:
         return -MAX_LOGIT
@@ -276,7 +276,7 @@ def _clipped_logit(c: float) -> float:
     return min(max(logit, -MAX_LOGIT), MAX_LOGIT)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def learn_outcomes(
     confidence: NDArray[np.float64],
     verified: NDArray[np.int64],
@@ -316,7 +316,7 @@ def learn_outcomes(
         parameters[k, 1] = min(max(shift, -MAX_LOGIT), MAX_LOGIT)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def score_outcomes(
     confidence: NDArray[np.float64],
     verified: NDArray[np.int64],

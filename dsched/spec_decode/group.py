@@ -24,10 +24,10 @@ from typing import Final
 from zlib import crc32
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
 from dsched.costs import StepCostCurve
+from dsched.jit import kernel
 from dsched.spec_decode.kernels import ONE, TIE_GAIN
 from dsched.spec_decode.lengths import CostTable, cost_table, survival_units
 
@@ -152,7 +152,7 @@ def _best_batch(
     return batch, gain
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def best_batch(
     counts: NDArray[np.int64],
     sums: NDArray[np.int64],

@@ -19,8 +19,9 @@ The plain twins are in `tests/reference/spec_reference.py`.
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from dsched.jit import kernel
 
 UNIT_BITS = 30
 ONE = 1 << UNIT_BITS
@@ -51,7 +52,7 @@ WRONG_CONFIDENCE = -2
 """Budgets that `plan_asynchronous` returns when an input is not in [0, 1]."""
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _bin_shift(num_tokens: int) -> int:
     """Bits that a bin covers: a few tokens a bin, but no more bins than fit the cache."""
     bits = 4
@@ -60,14 +61,14 @@ def _bin_shift(num_tokens: int) -> int:
     return UNIT_BITS - bits
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def num_bins(num_tokens: int) -> int:
     """Cells of the histogram of up to `num_tokens` survivals."""
     cells: int = (ONE >> _bin_shift(num_tokens)) + 1
     return cells
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def fill_survival(
     confidence: NDArray[Any],
     acceptance: NDArray[np.float64],
@@ -106,7 +107,7 @@ def fill_survival(
     return OK
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _num_tokens(histogram: NDArray[np.int64]) -> int:
     num_tokens = 0
     for cell in histogram:
@@ -114,7 +115,7 @@ def _num_tokens(histogram: NDArray[np.int64]) -> int:
     return num_tokens
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _candidate_bins(
     histogram: NDArray[np.int64],
     shift: int,
@@ -171,7 +172,7 @@ def _candidate_bins(
     return first, last
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def budget_for(
     units: NDArray[np.int32],
     histogram: NDArray[np.int64],
@@ -226,7 +227,7 @@ def budget_for(
     return min(tier_end[base_tokens + best_n] - base_tokens, num_tokens), best / num_steps
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _gather(
     units: NDArray[np.int32], largest: int, smallest: int, scratch: NDArray[np.int32]
 ) -> int:
@@ -242,7 +243,7 @@ def _gather(
     return count
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _kth_largest(values: NDArray[np.int32], rank: int) -> int:
     """The value at `rank` (0 is the largest) of `values`, which are reordered. O(n) on average,
     also when all are equal."""
@@ -269,7 +270,7 @@ def _kth_largest(values: NDArray[np.int32], rank: int) -> int:
     return kth
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def select_best(
     units: NDArray[np.int32],
     histogram: NDArray[np.int64],
@@ -321,7 +322,7 @@ def select_best(
     return wanted, total
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def plan_asynchronous(
     confidence: NDArray[Any],
     history: NDArray[Any],
@@ -363,14 +364,14 @@ def plan_asynchronous(
     return budget, OK, gain, given, total
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _order_by_survival(units: NDArray[np.int32]) -> NDArray[np.int64]:
     """Flat [K * R] indices, best survival first, ties by position, then request. Places without a
     draft token come last."""
     return np.argsort(-units.ravel(), kind="mergesort")
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _convex_minorant(
     cost_ns: NDArray[np.float64], base_tokens: int, num_tokens: int
 ) -> NDArray[np.float64]:
@@ -397,7 +398,7 @@ def _convex_minorant(
     return minorant
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def early_stop(
     units: NDArray[np.int32],
     base_tokens: int,
@@ -429,7 +430,7 @@ def early_stop(
     return filled
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _order_by_density(units: NDArray[np.int32], token_ns: NDArray[np.float64]) -> NDArray[np.int64]:
     """Flat [K * R] indices, most survival a nanosecond first, ties by position, then request."""
     density = np.empty(units.size)
@@ -441,7 +442,7 @@ def _order_by_density(units: NDArray[np.int32], token_ns: NDArray[np.float64]) -
     return np.argsort(density, kind="mergesort")
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def budget_by_density(
     units: NDArray[np.int32],
     token_ns: NDArray[np.float64],
@@ -472,7 +473,7 @@ def budget_by_density(
     return best_n, best / num_steps
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def select_by_density(
     units: NDArray[np.int32],
     histogram: NDArray[np.int64],

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        "errors", "ids", "states", "clock", "rng", "logs",
+        "errors", "ids", "states", "clock", "rng", "jit", "logs",
         "config", "config_yaml", "config_checks", "config_load", "config_text", "sqlite_wal",
         "drivers.base", "drivers.wire",
     ),
@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """Parts of `dsched`, lowest layer first. A part imports its own layer never, lower ones freely; the
 modules of the base import each other."""
 
-ENGINES = {"vllm": "drivers.vllm", "sglang": "drivers.sglang", "torch": "drivers"}
+HOMES = {"vllm": "drivers.vllm", "sglang": "drivers.sglang", "torch": "drivers", "numba": "jit"}
 """Packages that only a driver may import."""
 
 ALLOWED_IMPORTS: dict[tuple[str, str], str] = {}
@@ -90,15 +90,15 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def find_layer_faults(module: str, source: str) -> list[str]:
-    """Imports of `module` that go up, sideways, or to an engine."""
+    """Imports of `module` that go up, sideways, or to what has one home."""
     faults = []
     own = part_of(module)
     for line, imported in imports_of(parse(source)):
         if imported.startswith("."):
             faults.append(f"{module}:{line}: import {imported} is not absolute")
         top = imported.split(".")[0]
-        home = ENGINES.get(top)
-        if home is not None and not module.startswith(f"dsched.{home}."):
+        home = HOMES.get(top)
+        if home is not None and not f"{module}.".startswith(f"dsched.{home}."):
             faults.append(f"{module}:{line}: {top} is imported outside dsched.{home}")
         if top != "dsched" or own is None:
             continue
@@ -160,6 +160,7 @@ def find_mutable_globals(name: str, source: str) -> list[str]:
         ("dsched.costs.curve", "from .isotonic import x", "not absolute"),
         ("dsched.sim.engine", "import torch.nn", "torch is imported outside"),
         ("dsched.drivers.sglang.agent", "import vllm", "vllm is imported outside"),
+        ("dsched.routing.kernels", "from numba import njit", "numba is imported outside"),
     ],
 )
 def test_layer_check_finds(module: str, source: str, found: str) -> None:
@@ -177,6 +178,7 @@ def test_layer_check_finds(module: str, source: str, found: str) -> None:
         ("dsched.cli.run", "from dsched import __version__\nimport dsched.frontdoor.server"),
         ("dsched.config_load", "from dsched.config import Config"),
         ("dsched.drivers.vllm.agent", "import vllm\nimport torch"),
+        ("dsched.jit", "from numba import njit"),
         ("dsched.routing.ledger", "from dsched.routing import kernels"),
     ],
 )
@@ -219,7 +221,7 @@ def text_files() -> list[Path]:
 
 def test_imports_keep_the_layers() -> None:
     """base <- costs <- planners <- plugins, trace, metrics <- controller <- registry, drivers, sim
-    <- frontdoor <- cli; engines only under their driver; all imports absolute."""
+    <- frontdoor <- cli; engines only under their driver, numba in `jit`; all imports absolute."""
     faults = [
         fault
         for path in python_files("dsched")
