@@ -124,7 +124,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     V4 and V4.1 do, with tools and reasoning; those need the extra `deepseek`."""
     tool_call_format: ToolCallFormat | None = None
     """Shape in which a model with a chat template writes tool calls; `hermes` is that of Hermes,
-    Qwen2.5 and Qwen3. Without it `tools` are refused."""
+    Qwen2.5 and Qwen3. Without it `tools` are refused, unless `tool_choice` demands calls."""
     reasoning_format: ReasoningFormat | None = None
     """Shape in which a model with a chat template writes reasoning before its answer: `think` is
     `<think>...</think>`, which becomes `reasoning_content`. Default: it is part of the answer."""

@@ -20,6 +20,11 @@ call other than its name and arguments.
 - A name that the request did not offer is passed on: the client can tell the model, we cannot.
 - Whatever follows a whole call without its end marker is content.
 
+Where the request demands calls (`dsched.frontdoor.forced`), what follows the reasoning is JSON. The
+engine's grammar may wait for the end of the reasoning, as vLLM's does with `--reasoning-parser`, or
+begin at once. So where the prompt ended inside of the reasoning, an answer that begins as that JSON
+does is no reasoning.
+
 In: text in any pieces. Out: pieces for a `MessageBuilder`. Pure. Amortised O(1) a character.
 """
 
@@ -28,6 +33,7 @@ from enum import Enum, auto
 from tokenizers import Tokenizer
 
 from dsched.frontdoor.deltas import MessageBuilder
+from dsched.frontdoor.forced_calls import ForcedCallReader
 from dsched.frontdoor.hermes_call import CALL_END, CALL_START, SPACE, CallReader
 from dsched.frontdoor.text import Detokenizer, StopFinder
 
@@ -38,6 +44,8 @@ MARKERS = (CALL_START, CALL_END, THINK_START, THINK_END)
 class _Stage(Enum):
     START = auto()
     """Nothing but white space yet: it may become reasoning."""
+    UNDECIDED = auto()
+    """The prompt ended inside of reasoning, but the engine's grammar may have begun at once."""
     REASONING = auto()
     CONTENT = auto()
     CALL = auto()
@@ -59,11 +67,13 @@ class TextReader:
     __slots__ = (
         "_builder",
         "_call",
+        "_forced",
         "_has_calls",
         "_held",
         "_is_after_call",
         "_is_fresh",
         "_stage",
+        "is_reasoning_left_out",
     )
 
     def __init__(
@@ -73,9 +83,12 @@ class TextReader:
         has_calls: bool,
         has_reasoning: bool,
         is_in_reasoning: bool = False,
+        forced: ForcedCallReader | None = None,
     ) -> None:
-        """`is_in_reasoning`: the prompt ended inside of it."""
+        """`is_in_reasoning`: the prompt ended inside of it. `forced` reads what comes after it, if
+        the request demands calls."""
         self._builder = builder
+        self._forced = forced
         self._has_calls = has_calls
         self._held = ""
         self._is_fresh = has_reasoning
@@ -85,14 +98,25 @@ class TextReader:
         self._stage = _Stage.CONTENT
         if has_reasoning:
             self._stage = _Stage.REASONING if is_in_reasoning else _Stage.START
+        if forced is not None and self._stage is _Stage.REASONING:
+            self._stage = _Stage.UNDECIDED
+        self.is_reasoning_left_out = False
+        """The prompt ended inside of the reasoning, and the answer began after it."""
 
     @property
     def is_in_reasoning(self) -> bool:
-        return self._stage is _Stage.REASONING
+        return self._stage in (_Stage.REASONING, _Stage.UNDECIDED)
+
+    @property
+    def is_named(self) -> bool:
+        """The request names the function that is called."""
+        return self._forced is not None and self._forced.is_named
 
     @property
     def is_in_call(self) -> bool:
         """A call has been opened and is not whole."""
+        if self._forced is not None:
+            return self._forced.is_in_call
         return self._call is not None and self._call.is_open
 
     def feed(self, text: str) -> None:
@@ -103,9 +127,16 @@ class TextReader:
 
     def finish(self) -> None:
         """The answer has ended: nothing that was held back begins a marker."""
+        if self._stage is _Stage.UNDECIDED:
+            # White space, or the first signs of the JSON.
+            self._decide(is_json=bool(self._held.strip()))
+            self._held = self._held.lstrip("\n")
         held, self._held = self._held, ""
         if self._stage is _Stage.REASONING:
             self._builder.add_reasoning(held)
+        elif self._forced is not None:
+            self._forced.feed(held)
+            self._forced.finish()
         elif self._call is not None:
             self._call.finish()
         elif not (self._is_after_call and held.isspace()):
@@ -117,6 +148,8 @@ class TextReader:
             return self._read_call()
         if self._stage is _Stage.START:
             return self._read_start()
+        if self._stage is _Stage.UNDECIDED and not self._decide_by_text():
+            return False
         if self._is_fresh:
             self._held = self._held.lstrip("\n")
             if not self._held:
@@ -138,6 +171,19 @@ class TextReader:
         self._stage = _Stage.CONTENT
         return True
 
+    def _decide_by_text(self) -> bool:
+        """Whether it is certain by now what the answer begins with."""
+        assert self._forced is not None
+        is_json = self._forced.begins(self._held)
+        if is_json is None:
+            return False
+        self._decide(is_json=is_json)
+        return True
+
+    def _decide(self, *, is_json: bool) -> None:
+        self._stage = _Stage.CONTENT if is_json else _Stage.REASONING
+        self.is_reasoning_left_out = is_json
+
     def _read_reasoning(self) -> bool:
         before, marker, after = self._held.partition(THINK_END)
         if marker:
@@ -152,6 +198,10 @@ class TextReader:
         return False
 
     def _read_content(self) -> bool:
+        if self._forced is not None:
+            self._forced.feed(self._held)
+            self._held = ""
+            return False
         if not self._has_calls:
             self._builder.add_content(self._held)
             self._held = ""
@@ -236,7 +286,9 @@ class TextParser:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        return self._num_reasoning_tokens if self._has_reasoning else None
+        if not self._has_reasoning:
+            return None
+        return 0 if self._reader.is_reasoning_left_out else self._num_reasoning_tokens
 
     def feed(self, token_id: int) -> None:
         """Read the next token. Stop strings are looked for in all that the model writes."""
@@ -254,14 +306,14 @@ class TextParser:
             self._reader.feed(text)
 
     def finish(self, reason: str) -> str:
-        """See `AnswerParser`. A call that is not whole is no reason to call it."""
+        """See `AnswerParser`. A call that is not whole is no reason to call it, and a call that the
+        client named is none in OpenAI's API."""
         if self._finder is not None and not self._finder.is_found:
             self._reader.feed(self._finder.flush())
         is_cut = self._reader.is_in_call
         self._reader.finish()
-        if reason == "stop" and self._builder.num_calls and not is_cut:
-            return "tool_calls"
-        return reason
+        has_calls = self._builder.num_calls and not self._reader.is_named
+        return "tool_calls" if reason == "stop" and has_calls and not is_cut else reason
 
 
 def special_markers(tokenizer: Tokenizer) -> dict[int, str]:

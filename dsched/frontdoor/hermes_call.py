@@ -4,6 +4,9 @@ The text after `<tool_call>` is a JSON object with a name and arguments. The arg
 client as they come, so the object is followed sign by sign instead of being parsed at its end; only
 what cannot be passed on in pieces (the name, keys, arguments before the name) is kept.
 
+Such an object is also an item of the array that `tool_choice: required` makes a model write
+(`dsched.frontdoor.forced_calls`); there no marker ends it.
+
 In: text in any pieces. Out: an opened call and pieces of its arguments for a `MessageBuilder`, or,
 where the text turns out to be no call, all of it as content. Pure. Amortised O(1) a character.
 """
@@ -56,6 +59,7 @@ class CallReader:
     __slots__ = (
         "_builder",
         "_early",
+        "_end_marker",
         "_key",
         "_literal",
         "_name",
@@ -67,9 +71,11 @@ class CallReader:
         "was_opened",
     )
 
-    def __init__(self, builder: MessageBuilder, *, before: str) -> None:
-        """`before`: white space and marker, which are content if this is not a call."""
+    def __init__(self, builder: MessageBuilder, *, before: str, end_marker: str = CALL_END) -> None:
+        """`before`: white space and marker, which are content if this is not a call. With an empty
+        `end_marker` the call ends with its object."""
         self._builder = builder
+        self._end_marker = end_marker
         self._text = ""
         self._place = 0
         self._spent = [before]
@@ -116,7 +122,7 @@ class CallReader:
         if not self.was_opened:
             self._builder.add_content("".join(self._spent) + self._text[: self._place])
             return self._text[self._place :]
-        return self._text[self._place :].removeprefix(CALL_END)
+        return self._text[self._place :].removeprefix(self._end_marker)
 
     def _read(self) -> bool:
         """Whether the call is over; else everything certain has been read."""
@@ -140,8 +146,9 @@ class CallReader:
 
     def _is_end_marker_cut(self) -> bool:
         """Whether the text ends inside of what may become the end marker."""
-        rest = self._text[self._place : self._place + len(CALL_END)]
-        return rest != CALL_END and CALL_END.startswith(rest)
+        marker = self._end_marker
+        rest = self._text[self._place : self._place + len(marker)]
+        return rest != marker and marker.startswith(rest)
 
     def _skip_space(self) -> None:
         while self._place < len(self._text) and self._text[self._place] in SPACE:
@@ -170,7 +177,7 @@ class CallReader:
         return self._key in _ARGUMENT_KEYS and not self.was_opened
 
     def _begin_value(self, sign: str) -> None:
-        self._scanner = _ValueScanner(sign)
+        self._scanner = _ValueScanner(sign, end_marker=self._end_marker)
         if self._part is _Part.KEY:
             self._key = ""
             self._part = _Part.VALUE
@@ -222,12 +229,15 @@ class CallReader:
         place = self._place
         while place < len(self._text) and self._text[place] in SPACE:
             place += 1
-        rest = self._text[place : place + len(CALL_END)]
-        if rest == CALL_END:
-            self._place = place + len(CALL_END)
+        marker = self._end_marker
+        if not marker:
+            return True
+        rest = self._text[place : place + len(marker)]
+        if rest == marker:
+            self._place = place + len(marker)
             return True
         # The white space stays with what follows, in case that is content.
-        return not CALL_END.startswith(rest)
+        return not marker.startswith(rest)
 
 
 class _ValueScanner:
@@ -235,6 +245,7 @@ class _ValueScanner:
 
     __slots__ = (
         "_depth",
+        "_end_marker",
         "_is_escaped",
         "_is_in_string",
         "_is_scalar",
@@ -243,8 +254,9 @@ class _ValueScanner:
         "is_passed_on",
     )
 
-    def __init__(self, sign: str) -> None:
+    def __init__(self, sign: str, *, end_marker: str) -> None:
         """`sign`: the first character of the value."""
+        self._end_marker = end_marker
         self._depth = 0
         self._is_scalar = sign not in '"{['
         self._is_in_string = False
@@ -277,9 +289,10 @@ class _ValueScanner:
             place = found.start()
             sign = text[place]
             if sign == "<":
-                rest = text[place : place + len(CALL_END)]
-                if CALL_END.startswith(rest):
-                    self.is_cut = rest == CALL_END
+                marker = self._end_marker
+                rest = text[place : place + len(marker)]
+                if marker and marker.startswith(rest):
+                    self.is_cut = rest == marker
                     return place, False
             elif sign == '"':
                 self._is_in_string = True

@@ -122,8 +122,17 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
             logprobs=_num_logprobs(body),
-            structured_output=_structured_output(body),
+            structured_output=self._structured_output(rendered),
         )
+
+    def _structured_output(self, rendered: RenderedPrompt) -> dict[str, Any] | None:
+        forced = rendered.structured_output
+        if forced is None:
+            return _response_format(self.body)
+        if not self.info.capabilities.can_structured_output:
+            rule = "only 'auto' and 'none' can be honoured by this model's engines"
+            raise bad_request(f"tool_choice: {rule}", param="tool_choice")
+        return forced
 
     def _max_tokens(self, num_prompt_tokens: int, field: str) -> int:
         limits = [self.body.max_tokens]
@@ -243,7 +252,7 @@ def _num_logprobs(body: SamplingFields) -> int | None:
     return None
 
 
-def _structured_output(body: SamplingFields) -> dict[str, Any] | None:
+def _response_format(body: SamplingFields) -> dict[str, Any] | None:
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None

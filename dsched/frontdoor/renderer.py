@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import jinja2
 import msgspec
+from jinja2 import nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
@@ -26,6 +27,12 @@ from dsched.config import ReasoningFormat, ToolCallFormat
 from dsched.errors import ConfigError
 from dsched.frontdoor.deltas import MakeParser, MessageBuilder
 from dsched.frontdoor.errors import bad_request
+from dsched.frontdoor.forced import ForcedCalls, forced_calls
+from dsched.frontdoor.forced_calls import (
+    ForcedCallReader,
+    NamedCallReader,
+    RequiredCallsReader,
+)
 from dsched.frontdoor.hermes import THINK_START, TextParser, TextReader, special_markers
 from dsched.frontdoor.schema import ChatBody
 from dsched.frontdoor.text import Detokenizer, StopFinder
@@ -65,6 +72,8 @@ class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Goes before the request's."""
     top_p: float | None = None
     """Goes before the request's."""
+    structured_output: dict[str, Any] | None = None
+    """Grammar of the answer, where `tool_choice` demands calls; see `SamplingParams`."""
 
 
 class Renderer(Protocol):
@@ -75,7 +84,7 @@ class Renderer(Protocol):
         ...
 
     def check_chat(self, body: ChatBody) -> None:
-        """Refuse what this model's format cannot honour. O(1).
+        """Refuse what this model's format cannot honour. O(size of the tools).
 
         Raises:
             ApiError: 400 with the name of the field.
@@ -116,8 +125,13 @@ class TemplateRenderer:
         self._plain = Tokenizer.from_str(tokenizer.to_str())
         self._plain.encode_special_tokens = True
         self._variables = dict(special_tokens or {})
+        source = chat_template or DEFAULT_CHAT_TEMPLATE
+        environment = _environment()
         try:
-            self._template = _environment().from_string(chat_template or DEFAULT_CHAT_TEMPLATE)
+            self._template = environment.from_string(source)
+            # A template that never looks at `tools` does not show them to the model.
+            names = environment.parse(source).find_all(nodes.Name)
+            self._has_tools = any(each.name == "tools" for each in names)
         except jinja2.TemplateError as error:
             raise ConfigError(f"chat template: {error}") from error
         spellings = control_spellings(tokenizer)
@@ -131,13 +145,14 @@ class TemplateRenderer:
     def check_chat(self, body: ChatBody) -> None:
         if offered_tools(body) is None:
             return
-        if self._tool_call_format is None:
+        forced = forced_calls(body)
+        if forced is not None and not self._has_tools:
+            rule = "the model's chat template does not show it the tools"
+            raise bad_request(f"tool_choice: {rule}", param="tool_choice")
+        if forced is None and self._tool_call_format is None:
             keys = "pools.POOL.model.tool_call_format, or launch.tool_call_format"
             rule = f"say in {keys} how it writes them"
             raise bad_request(f"tools: this model's calls are not read; {rule}", param="tools")
-        if body.tool_choice not in (None, "auto"):
-            rule = "only 'auto' and 'none' can be honoured"
-            raise bad_request(f"tool_choice: {rule} by this model", param="tool_choice")
         if asks_for_json(body):
             rule = "the answer's grammar would rule calls out"
             raise bad_request(f"response_format with tools: {rule}", param="response_format")
@@ -145,6 +160,7 @@ class TemplateRenderer:
     def render_chat(self, body: ChatBody) -> RenderedPrompt:
         messages = [template_message(*each) for each in enumerate(body.messages)]
         tools = offered_tools(body)
+        forced = forced_calls(body)
         args = body.chat_template_kwargs or {}
         rendered, mark, spellings = self._fill(messages, tools, args)
         make_parser = None
@@ -152,9 +168,12 @@ class TemplateRenderer:
             make_parser = self._parser_maker(
                 has_calls=tools is not None,
                 is_in_reasoning=rendered.rstrip().endswith(THINK_START),
+                forced=forced,
             )
         return RenderedPrompt(
-            token_ids=self._encode_marked(rendered, mark, spellings), make_parser=make_parser
+            token_ids=self._encode_marked(rendered, mark, spellings),
+            make_parser=make_parser,
+            structured_output=None if forced is None else forced.response_format,
         )
 
     def encode_chat(
@@ -171,7 +190,9 @@ class TemplateRenderer:
         """
         return self._encode_marked(*self._fill(messages, tools, template_args))
 
-    def _parser_maker(self, *, has_calls: bool, is_in_reasoning: bool) -> MakeParser:
+    def _parser_maker(
+        self, *, has_calls: bool, is_in_reasoning: bool, forced: ForcedCalls | None
+    ) -> MakeParser:
         def make_parser(
             builder: MessageBuilder,
             detokenizer: Detokenizer,
@@ -183,6 +204,7 @@ class TemplateRenderer:
                 has_calls=has_calls,
                 has_reasoning=self._has_reasoning,
                 is_in_reasoning=is_in_reasoning,
+                forced=None if forced is None else _forced_reader(forced, builder),
             )
             return TextParser(
                 builder,
@@ -252,6 +274,12 @@ class TemplateRenderer:
             # made for, so the client has to act.
             rule = f"the model's chat template refused the messages: {error}"
             raise bad_request(rule, param="messages") from error
+
+
+def _forced_reader(forced: ForcedCalls, builder: MessageBuilder) -> ForcedCallReader:
+    if forced.name is None:
+        return RequiredCallsReader(builder)
+    return NamedCallReader(builder, forced.name)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -268,6 +268,45 @@ async def test_an_engine_lost_inside_of_a_call_is_a_pause(cluster: Cluster, kind
     assert told.guarantee in ("exact", "continuation")
 
 
+FORCED = '{"name": "find", "parameters": {"word": "日 <b>"}}'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("choice", "line", "reason"),
+    [
+        ({"type": "function", "function": {"name": "find"}}, '{"word": "日 <b>"}', "stop"),
+        ("required", f"[{FORCED}]", "tool_calls"),
+    ],
+)
+async def test_an_engine_lost_inside_of_a_demanded_call_is_a_pause(
+    cluster: Cluster,
+    choice: Any,  # noqa: ANN401
+    line: str,
+    reason: str,
+) -> None:
+    """The next engine computes the answer again from its first token, because the state of a
+    grammar cannot be carried: every engine is told of the grammar, and no token comes twice."""
+    rig = await open_rig(cluster, KINDS["hermes"], [f"<think>so</think>{line}"], num_doubles=3)
+    told = Told()
+    num_lost = 0
+    async for chunk in await rig.chat(stream=True, temperature=0, tool_choice=choice):
+        told.add(chunk)
+        arguments = told.calls.get(0, {}).get("arguments", "")
+        if (num_lost == 0 and told.reasoning) or (num_lost == 1 and len(arguments) > 4):
+            num_lost += 1
+            serving = next(double for double in cluster.doubles if double.num_running)
+            await serving.kill()
+
+    (call,) = told.calls.values()
+    assert (call["name"], json.loads(call["arguments"])) == ("find", {"word": "日 <b>"})
+    assert (told.reasoning, told.content, told.reasons) == ("so", "", [reason])
+    assert (num_lost, told.guarantee) == (2, "exact")
+    formats = [body["response_format"] for body in rig.bodies()]
+    assert [each["type"] for each in formats] == ["json_schema"] * 3
+    assert formats[0] == formats[1] == formats[2]
+
+
 @pytest.mark.slow
 async def test_an_answer_that_cannot_go_on_ends_with_an_error(cluster: Cluster, kind: Kind) -> None:
     """Never a finish reason for a call that broke off."""
@@ -421,8 +460,8 @@ async def test_tools_need_a_format(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "find"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

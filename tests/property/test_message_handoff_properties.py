@@ -38,6 +38,8 @@ TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type"
 HERMES_CALL = (
     '<tool_call>\n{"name": "find", "arguments": {"word": "日 <b>", "n": [1]}}\n</tool_call>'
 )
+FIND = {"type": "function", "function": {"name": "find"}}
+FORCED_CALL = '{"name": "find", "parameters": {"word": "日 <b>", "n": [1]}}'
 DSML_CALL = (
     '<｜DSML｜ calls>\n<｜DSML｜ invoke name="find">\n<｜DSML｜ parameter name="word" '
     'string="true">日 "<b></｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
@@ -75,6 +77,7 @@ SIM, DEEPSEEK = build_sim_tokenizer(), build_deepseek_tokenizer()
 HERMES = TemplateRenderer(
     SIM, chat_template=HERMES_TEMPLATE, tool_call_format="hermes", reasoning_format="think"
 )
+BARE = TemplateRenderer(SIM, chat_template=HERMES_TEMPLATE)
 V41 = DeepseekRenderer(DEEPSEEK, chat_format="deepseek-v4.1")
 CASES = {
     "plain": Case(
@@ -107,6 +110,68 @@ CASES = {
         renderer=HERMES,
         text=f"{HERMES_CALL}{HERMES_CALL} after",
         fields={"tools": TOOLS, "parallel_tool_calls": False},
+    ),
+    "named": Case(
+        tokenizer=SIM,
+        renderer=HERMES,
+        text='<think>\nso 😀</think>\n\n{"word": "日 <b>", "n": [1]}<|eos|>',
+        fields={"tools": TOOLS, "tool_choice": FIND},
+    ),
+    "named_at_once": Case(
+        tokenizer=SIM,
+        renderer=HERMES,
+        text='{"word": "日 <b>", "n": [1]}',
+        fields={"tools": TOOLS, "tool_choice": FIND, "chat_template_kwargs": {"think": True}},
+    ),
+    "named_cut": Case(
+        tokenizer=SIM,
+        renderer=BARE,
+        text='{"word": "日 <',
+        fields={"tools": TOOLS, "tool_choice": FIND},
+        reason=FinishReason.LENGTH,
+    ),
+    "named_stop": Case(
+        tokenizer=SIM,
+        renderer=BARE,
+        text='{"word": "yes END not"}',
+        fields={"tools": TOOLS, "tool_choice": FIND, "stop": "END"},
+    ),
+    "named_broken": Case(
+        tokenizer=SIM,
+        renderer=BARE,
+        text="I call 😀 find.",
+        fields={"tools": TOOLS, "tool_choice": FIND},
+    ),
+    "required": Case(
+        tokenizer=SIM,
+        renderer=HERMES,
+        text=f"so 😀</think>[{FORCED_CALL}, {FORCED_CALL}]",
+        fields={"tools": TOOLS, "tool_choice": "required", "chat_template_kwargs": {"think": True}},
+    ),
+    "required_cut": Case(
+        tokenizer=SIM,
+        renderer=BARE,
+        text=f"[{FORCED_CALL}, {FORCED_CALL[:-12]}",
+        fields={"tools": TOOLS, "tool_choice": "required"},
+        reason=FinishReason.LENGTH,
+    ),
+    "required_stop": Case(
+        tokenizer=SIM,
+        renderer=BARE,
+        text=f"[{FORCED_CALL}]",
+        fields={"tools": TOOLS, "tool_choice": "required", "stop": "<b"},
+    ),
+    "required_single": Case(
+        tokenizer=SIM,
+        renderer=BARE,
+        text=f"[{FORCED_CALL}, {FORCED_CALL}]",
+        fields={"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    ),
+    "required_broken": Case(
+        tokenizer=SIM,
+        renderer=BARE,
+        text="I call 😀 find.",
+        fields={"tools": TOOLS, "tool_choice": "required"},
     ),
     "deepseek": Case(
         tokenizer=DEEPSEEK,
@@ -271,6 +336,16 @@ def test_cases_are_what_they_are_for() -> None:
         "hermes_cut": ["length"],
         "hermes_stop": ["stop"],
         "hermes_single": ["tool_calls"],
+        "named": ["stop"],
+        "named_at_once": ["stop"],
+        "named_cut": ["length"],
+        "named_stop": ["stop"],
+        "named_broken": ["stop"],
+        "required": ["tool_calls"],
+        "required_cut": ["length"],
+        "required_stop": ["stop"],
+        "required_single": ["tool_calls"],
+        "required_broken": ["stop"],
         "deepseek": ["tool_calls"],
         "deepseek_cut": ["length"],
         "deepseek_stop": ["stop"],
@@ -282,17 +357,38 @@ def test_cases_are_what_they_are_for() -> None:
         "hermes_cut": 1,
         "hermes_stop": 0,
         "hermes_single": 1,
+        "named": 1,
+        "named_at_once": 1,
+        "named_cut": 1,
+        "named_stop": 1,
+        "named_broken": 1,
+        "required": 2,
+        "required_cut": 2,
+        "required_stop": 1,
+        "required_single": 1,
+        "required_broken": 0,
         "deepseek": 2,
         "deepseek_cut": 1,
         "deepseek_stop": 0,
     }
-    assert heard["hermes"].reasoning == heard["deepseek"].reasoning == "so 😀"
+    thinking = ("hermes", "deepseek", "named", "required")
+    assert {heard[name].reasoning for name in thinking} == {"so 😀"}
     assert heard["hermes"].content == "One moment. and <tool"
     assert heard["deepseek"].content == "One moment."
     assert heard["hermes_stop"].content == heard["deepseek_stop"].content == "yes "
-    stopped = ("hermes_stop", "hermes_single", "deepseek_stop")
+    forced = {name: each for name, each in heard.items() if name.startswith(("named", "required"))}
+    contents = {name: each.content for name, each in forced.items() if each.content}
+    assert contents == {"required_broken": "I call 😀 find."}
+    assert heard["named_broken"].calls[0]["arguments"] == "I call 😀 find."
+    assert heard["named_stop"].calls[0]["arguments"] == '{"word": "yes '
+    stopped = (
+        *("hermes_stop", "hermes_single", "deepseek_stop"),
+        *("named_stop", "required_stop", "required_single"),
+    )
     assert {name for name, each in heard.items() if each.num_cancelled} == set(stopped)
-    for name in ("hermes", "deepseek"):
+    for name in ("named", "named_at_once", "required"):
+        assert all(json.loads(call["arguments"])["n"] == [1] for call in heard[name].calls)
+    for name in ("hermes", "deepseek", "required"):
         assert json.loads(heard[name].calls[0]["arguments"])["word"].startswith("日")
         assert len({call["id"] for call in heard[name].calls}) == 2
 

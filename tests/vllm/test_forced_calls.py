@@ -1,0 +1,115 @@
+"""`tool_choice` that demands calls, through dsched to a real vLLM: weights that are random keep to
+the schema, so the calls are the grammar's doing."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from dsched.cli.service import Service
+from dsched.config import Config
+from dsched.config_load import LoadedConfig
+from dsched.testing.engines import MODEL_NAME, TinyEngines
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+)
+CITY = {"enum": ["Rome", "Oslo"]}
+PLACE = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+FORECAST = {
+    "type": "object",
+    "$defs": {"Place": PLACE},
+    "properties": {"place": {"$ref": "#/$defs/Place"}, "is_long": {"type": "boolean"}},
+    "required": ["place", "is_long"],
+}
+NOW = {"type": "object", "properties": {"zone": {"enum": ["CET", "UTC"]}}, "required": ["zone"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "forecast", "parameters": FORECAST}},
+    {"type": "function", "function": {"name": "now", "parameters": NOW}},
+]
+NUM_QUESTIONS = 4
+
+
+@pytest.fixture
+async def client(vllm_engines: TinyEngines, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+    """dsched over the server; the model has no format of its own for calls."""
+    engine = vllm_engines.engines[0]
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    tokenizer = str(vllm_engines.model_path)
+    model = {"name": MODEL_NAME, "tokenizer": tokenizer, "chat_template": str(template)}
+    document = {
+        "state_dir": str(tmp_path / "state"),
+        "front_door": {"port": 0, "stop_grace_s": 1.0},
+        "admin": {"port": 0},
+        "agent": {"endpoint": vllm_engines.agent_endpoint},
+        "pools": {"p": {"model": model, "engines": [{"url": engine.url, "id": engine.engine_id}]}},
+    }
+    service = Service(LoadedConfig(config=msgspec.convert(document, Config), origins={}))
+    await service.start()
+    try:
+        async with asyncio.timeout(30):
+            while any(each.state.name != "UP" for each in service.controller.engine_statuses()):
+                await asyncio.sleep(0.05)
+        base_url = f"{service.front_door_url}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+            yield client
+    finally:
+        await service.stop()
+
+
+async def ask(client: openai.AsyncOpenAI, number: int, **fields: Any) -> Any:  # noqa: ANN401
+    messages = [{"role": "user", "content": f"question {number}"}]
+    fields = {"messages": messages, "tools": TOOLS, "max_tokens": 600} | fields
+    return await client.chat.completions.create(model=MODEL_NAME, **fields)
+
+
+def check_call(name: str, arguments: str) -> None:
+    value = json.loads(arguments)
+    if name == "now":
+        assert value in ({"zone": "CET"}, {"zone": "UTC"})
+        return
+    assert name == "forecast"
+    assert sorted(value) == ["is_long", "place"]
+    assert value["place"] in ({"city": "Rome"}, {"city": "Oslo"})
+    assert isinstance(value["is_long"], bool)
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [(named("forecast"), "stop"), (named("now"), "stop"), ("required", "tool_calls")],
+    ids=["forecast", "now", "required"],
+)
+async def test_demanded_calls_keep_to_their_schemas(
+    client: openai.AsyncOpenAI,
+    choice: Any,  # noqa: ANN401
+    reason: str,
+) -> None:
+    """For several seeds, whole and streamed: one call that parses, and no content."""
+    for seed in range(NUM_QUESTIONS):
+        fields = {"tool_choice": choice, "seed": seed, "temperature": 1}
+        fields |= {"parallel_tool_calls": False}
+        (told,) = (await ask(client, seed, **fields)).choices
+        assert (told.finish_reason, told.message.content) == (reason, None)
+        (call,) = told.message.tool_calls
+        assert choice in ("required", named(call.function.name))
+        check_call(call.function.name, call.function.arguments)
+
+        arguments, reasons = "", []
+        async for chunk in await ask(client, seed, **fields, stream=True):
+            (part,) = chunk.choices
+            arguments += "".join(each.function.arguments for each in part.delta.tool_calls or ())
+            reasons += [part.finish_reason] if part.finish_reason else []
+        assert (arguments, reasons) == (call.function.arguments, [reason])
