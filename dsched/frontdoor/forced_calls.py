@@ -22,9 +22,6 @@ from dsched.frontdoor.hermes_call import SPACE, CallReader
 class ForcedCallReader(Protocol):
     """Reads an answer from after its reasoning."""
 
-    is_named: bool
-    """The client knows which function is called, so the finish reason does not tell of calls."""
-
     @property
     def is_in_call(self) -> bool:
         """A call has been opened and is not whole."""
@@ -55,12 +52,13 @@ class NamedCallReader:
     """
 
     __slots__ = ("_builder", "_name", "is_in_call")
-    is_named = True
 
     def __init__(self, builder: MessageBuilder, name: str) -> None:
         self._builder = builder
         self._name = name
         self.is_in_call = False
+        """Once opened it stays so until the answer ends. So the finish reason stays the engine's:
+        OpenAI's, too, is `stop` where the client named the function."""
 
     def begins(self, text: str) -> bool | None:
         """See `ForcedCallReader`."""
@@ -106,7 +104,6 @@ class RequiredCallsReader:
     """
 
     __slots__ = ("_builder", "_call", "_markup", "_part")
-    is_named = False
 
     def __init__(self, builder: MessageBuilder) -> None:
         self._builder = builder

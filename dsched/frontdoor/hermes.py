@@ -108,11 +108,6 @@ class TextReader:
         return self._stage in (_Stage.REASONING, _Stage.UNDECIDED)
 
     @property
-    def is_named(self) -> bool:
-        """The request names the function that is called."""
-        return self._forced is not None and self._forced.is_named
-
-    @property
     def is_in_call(self) -> bool:
         """A call has been opened and is not whole."""
         if self._forced is not None:
@@ -306,14 +301,14 @@ class TextParser:
             self._reader.feed(text)
 
     def finish(self, reason: str) -> str:
-        """See `AnswerParser`. A call that is not whole is no reason to call it, and a call that the
-        client named is none in OpenAI's API."""
+        """See `AnswerParser`. A call that is not whole is no reason to call it."""
         if self._finder is not None and not self._finder.is_found:
             self._reader.feed(self._finder.flush())
         is_cut = self._reader.is_in_call
         self._reader.finish()
-        has_calls = self._builder.num_calls and not self._reader.is_named
-        return "tool_calls" if reason == "stop" and has_calls and not is_cut else reason
+        if reason == "stop" and self._builder.num_calls and not is_cut:
+            return "tool_calls"
+        return reason
 
 
 def special_markers(tokenizer: Tokenizer) -> dict[int, str]:

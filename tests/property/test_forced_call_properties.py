@@ -183,6 +183,8 @@ def test_a_cut_answer_has_the_beginning_of_the_whole_one(
         ('[{"name": "f", "para', '[{"name": "f", "para', []),
         ('{"name": "f", "parameters": {}}', '{"name": "f", "parameters": {}}', []),
         ('[{"parameters": {}}]', '[{"parameters": {}}]', []),
+        ('[{"name": "f", "parameters": {"a": <}}]', "", ['{"a": <}']),
+        ("[{]", "[{]", []),
         ("[]", "[]", []),
         (" [", " [", []),
         ("", "", []),

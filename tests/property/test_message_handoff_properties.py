@@ -381,6 +381,10 @@ def test_cases_are_what_they_are_for() -> None:
     assert contents == {"required_broken": "I call 😀 find."}
     assert heard["named_broken"].calls[0]["arguments"] == "I call 😀 find."
     assert heard["named_stop"].calls[0]["arguments"] == '{"word": "yes '
+    details = {name: heard[name].usage["completion_tokens_details"] for name in thinking}
+    assert all(each["reasoning_tokens"] > 0 for each in details.values())
+    details = heard["named_at_once"].usage["completion_tokens_details"]
+    assert details == {"reasoning_tokens": 0}
     stopped = (
         *("hermes_stop", "hermes_single", "deepseek_stop"),
         *("named_stop", "required_stop", "required_single"),

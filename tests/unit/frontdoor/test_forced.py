@@ -123,6 +123,7 @@ def test_without_parallel_calls_the_array_holds_one(
         ({"tool_choice": {}}, "tool_choice", "must be"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "must be"),
         ({"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice", "must be"),
+        ({"tool_choice": {"type": "custom", "function": {"name": "f"}}}, "tool_choice", "must be"),
         ({"tool_choice": {"type": "function", "function": "f"}}, "tool_choice", "must be"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice", "must be"),
         ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice", "must be"),
