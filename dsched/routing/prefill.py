@@ -202,7 +202,8 @@ class PrefillRouter:
 
     def backlog_ns(self, now_ns: int) -> NDArray[np.int64]:
         """[W] estimated time until each worker has done what it has."""
-        done = np.clip(now_ns - self._head_since_ns, 0, self._head_ns)
+        # A prompt that is overdue is not over: an idle worker must not tie with it.
+        done = np.clip(now_ns - self._head_since_ns, 0, np.maximum(self._head_ns - 1, 0))
         result: NDArray[np.int64] = self._backlog_ns - done + self._other_ns
         return result
 
