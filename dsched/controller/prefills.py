@@ -367,6 +367,8 @@ class Prefills:
         if booking is not None:
             booking.pool.router.release(attempt_id)
             booking.prefill.release(attempt_id, self._state.clock.now_ns())
+            if self._state.tells_peers:
+                self._state.host.request_tick()
 
     def validate(self) -> None:
         """Check that every run without a half is decided about soon, and that nothing is expected

@@ -2,9 +2,9 @@
 
 Requests that reach two processes within one step of the engines would take the same rank, since no
 report can show either of them the other's. So each process publishes (ZeroMQ PUB, its address in
-its registry entry) what it has on the ranks where something began or ended, at the end of the tick
-that did it, and of all ranks every `FULL_INTERVAL_S`; the others subscribe. What is said is the
-state, not its change, so a lost message costs at most that interval.
+its registry entry) what it has on the ranks and prefill workers where something began or ended, at
+the end of the tick that did it, and of all of them every `FULL_INTERVAL_S`; the others subscribe.
+What is said is the state, not its change, so a lost message costs at most that interval.
 
 In: addresses of peers from the registry, bytes from them. Out: `Peering.apply` and `forget`.
 
@@ -34,7 +34,12 @@ from dsched.controller.peering import Peering
 from dsched.drivers.wire import UNREADABLE
 from dsched.errors import ConfigError
 from dsched.ids import DpRank, EngineId, RankId
-from dsched.routing.peers import PeerMessage, PeerRankLoad
+from dsched.routing.peers import (
+    PeerMessage,
+    PeerPrefillMessage,
+    PeerRankLoad,
+    PeerWorkerLoad,
+)
 
 PEER_VERSION: Final = 1
 """Raised when a message changes meaning; those of a higher one are dropped as `version`."""
@@ -55,6 +60,8 @@ MAX_MESSAGES_A_WAKE: Final = 256
 NS_PER_S: Final = 1_000_000_000
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+DurationNs = Annotated[int, Meta(ge=0, lt=1 << 50)]
+"""Up to 13 days, so that what thousands of peers say fits 64 bits."""
 
 log = structlog.get_logger(__name__)
 
@@ -78,8 +85,25 @@ class PoolNews(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankNews, ...]
 
 
-class PeerNews(msgspec.Struct, frozen=True, kw_only=True):
-    """One message."""
+class WorkerNews(msgspec.Struct, frozen=True, array_like=True):
+    """One prefill worker as its sender uses it; travels as `RankNews`. Fields: `PeerWorkerLoad`."""
+
+    engine_id: str
+    dp_rank: Count
+    work_ns: DurationNs
+    head_ns: DurationNs
+    age_ns: Count
+
+
+class PrefillNews(msgspec.Struct, frozen=True, kw_only=True):
+    """One prefill pool as its sender uses it."""
+
+    pool: str
+    workers: tuple[WorkerNews, ...]
+
+
+class PeerNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One message. What is empty is left out, so that it costs nothing where it is not used."""
 
     peer_version: Annotated[int, Meta(ge=1)]
     instance_id: str
@@ -87,6 +111,7 @@ class PeerNews(msgspec.Struct, frozen=True, kw_only=True):
     is_full: bool
     """Ranks that are not named have nothing of the sender's."""
     pools: tuple[PoolNews, ...]
+    prefills: tuple[PrefillNews, ...] = ()
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,7 +243,11 @@ class PeerChannel:
             )
             for name, loads, longest_tokens in self._peering.news(is_full=is_full)
         )
-        if not pools:
+        prefills = tuple(
+            PrefillNews(pool=name, workers=tuple(map(_to_news, loads)))
+            for name, loads in self._peering.prefill_news(is_full=is_full)
+        )
+        if not pools and not prefills:
             return
         self._seq += 1
         news = PeerNews(
@@ -227,6 +256,7 @@ class PeerChannel:
             seq=self._seq,
             is_full=is_full,
             pools=pools,
+            prefills=prefills,
         )
         try:
             self._out.send(self._encoder.encode(news), zmq.NOBLOCK)
@@ -258,7 +288,10 @@ class PeerChannel:
         is_applied = False
         for pool in news.pools:
             is_applied |= self._peering.apply(pool.pool, _message(news, pool))
-        return "applied" if is_applied or not news.pools else "old"
+        for prefill in news.prefills:
+            message = _prefill_message(news, prefill)
+            is_applied |= self._peering.apply_prefills(prefill.pool, message)
+        return "applied" if is_applied or not (news.pools or news.prefills) else "old"
 
     def _name_unreadable(self, payload: bytes, reason: str) -> str:
         """Say once of whom a message cannot be read; of nobody in the registry, once for all."""
@@ -336,4 +369,27 @@ def _message(news: PeerNews, pool: PoolNews) -> PeerMessage:
             for one in pool.ranks
         ),
         longest_tokens=pool.longest_tokens,
+    )
+
+
+def _to_news(load: PeerWorkerLoad) -> WorkerNews:
+    return WorkerNews(
+        load.rank_id.engine_id, load.rank_id.dp_rank, load.work_ns, load.head_ns, load.age_ns
+    )
+
+
+def _prefill_message(news: PeerNews, prefill: PrefillNews) -> PeerPrefillMessage:
+    return PeerPrefillMessage(
+        peer=news.instance_id,
+        seq=news.seq,
+        is_full=news.is_full,
+        workers=tuple(
+            PeerWorkerLoad(
+                rank_id=RankId(EngineId(one.engine_id), DpRank(one.dp_rank)),
+                work_ns=one.work_ns,
+                head_ns=one.head_ns,
+                age_ns=one.age_ns,
+            )
+            for one in prefill.workers
+        ),
     )

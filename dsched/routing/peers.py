@@ -10,6 +10,9 @@ What peers say is a part of the ledger's *other* load (`LoadLedger.tell`); repor
 before. Nobody is believed for longer than they speak: who is silent, or leaves the registry, is
 forgotten (`forget_peer`), and then reports alone say what is there.
 
+Of prefill workers they tell the work that they have booked, as time, and how long the worker has
+been at its present prompt (`PrefillRouter.tell`).
+
 In: messages of peers, as values. Out: changes of a router's ledger, and what to tell others.
 State: mutable, owned by one router. Cost: O(ranks named).
 """
@@ -20,6 +23,7 @@ import msgspec
 
 from dsched.ids import RankId
 from dsched.routing.decode import DecodeRouter
+from dsched.routing.prefill import PrefillRouter
 
 
 class PeerRankLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,3 +94,63 @@ def own_loads(router: DecodeRouter, ranks: Iterable[int]) -> tuple[PeerRankLoad,
         running, kv = ledger.own_load(rank)
         loads.append(PeerRankLoad(rank_id=rank_id, num_running=running, num_kv_tokens=kv))
     return tuple(loads)
+
+
+class PeerWorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What one router has on one prefill worker, by its own estimate."""
+
+    rank_id: RankId
+    work_ns: int
+    """Of all that it has booked and that is not over."""
+    head_ns: int
+    """Of the oldest of that; 0 without any."""
+    age_ns: int
+    """How long the worker has been at its present prompt, whoever sent it."""
+
+
+class PeerPrefillMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """What one router says of itself on prefill workers; fields as those of `PeerMessage`."""
+
+    peer: str
+    seq: int
+    is_full: bool
+    workers: tuple[PeerWorkerLoad, ...]
+
+
+def apply_prefill_message(router: PrefillRouter, message: PeerPrefillMessage, now_ns: int) -> bool:
+    """Correct the work of the workers named; `False` for a message that is not newer than the last.
+
+    Workers that this router does not know are left out: a full message names them again. Where a
+    full message names a worker no more, its prompt is taken to have ended now.
+    """
+    if not router.peers.accepts(message.peer, message.seq):
+        return False
+    rest = router.peers.workers_of(message.peer) if message.is_full else set()
+    for load in message.workers:
+        worker = router.index_of(load.rank_id)
+        if worker is not None:
+            rest.discard(worker)
+            router.tell(
+                message.peer,
+                worker,
+                work_ns=load.work_ns,
+                head_ns=min(load.head_ns, load.work_ns),
+                age_ns=load.age_ns,
+                now_ns=now_ns,
+            )
+    for worker in sorted(rest):
+        router.tell(message.peer, worker, work_ns=0, head_ns=0, age_ns=0, now_ns=now_ns)
+    return True
+
+
+def own_work(router: PrefillRouter, workers: Iterable[int], now_ns: int) -> list[PeerWorkerLoad]:
+    """What this router has on each of `workers`, for its peers."""
+    loads = []
+    for worker in workers:
+        work_ns, head_ns, age_ns = router.own_work(worker, now_ns)
+        loads.append(
+            PeerWorkerLoad(
+                rank_id=router.rank_id(worker), work_ns=work_ns, head_ns=head_ns, age_ns=age_ns
+            )
+        )
+    return loads

@@ -20,8 +20,10 @@ than 16K uncached tokens, but they are a third of the work.)
 - Inside a group the least estimated finish time wins; ties go to the worker that comes first when
   counting from an offset that moves with every booking.
 
-Booked work is exact: added at dispatch, removed when the prefill is done or the request ends. What
-a worker has done of its oldest request is estimated by the clock. `pick` and `plan_groups` only
+Booked work is exact: added at dispatch, removed when the prefill is done or the request ends. So is
+what peers say that they have booked (`tell`); what reports show beyond both is others' work. A
+worker computes one prompt at a time, whoever sent it: what it has done of that one is estimated by
+the clock, from the moment that the last one ended, here or at a peer. `pick` and `plan_groups` only
 read. A decision costs O(workers).
 """
 
@@ -37,6 +39,7 @@ from dsched.drivers.wire import RankReport
 from dsched.errors import InvariantError
 from dsched.ids import RankId
 from dsched.routing.ledger import RankState
+from dsched.routing.peer_loads import PeerWork
 
 DEFAULT_BUCKET_BOUNDS = (24_576, 98_304, 393_216)
 """Effective tokens at which the next bucket begins: four buckets. A prompt of 16K tokens has some
@@ -45,6 +48,10 @@ SMALLEST_SHARE = 1e-6
 """Share of all work from which a bucket gets a worker of its own, if there are enough. Larger: a
 rare kind of prompt waits behind all others. Smaller: workers stand by for what comes no more."""
 NS_PER_S = 1_000_000_000
+_ARRAYS = (
+    "_states", "_backlog_ns", "_other_ns", "_head_ns", "_since_ns", "_told_ns", "_told_head_ns"
+)  # fmt: skip
+"""Of `PrefillRouter`, [W] each, 0 for a new worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +162,15 @@ class PrefillRouter:
         self._backlog_ns: NDArray[np.int64] = np.zeros(0, np.int64)
         self._other_ns: NDArray[np.int64] = np.zeros(0, np.int64)
         self._head_ns: NDArray[np.int64] = np.zeros(0, np.int64)
-        """Work of the oldest booking of each worker, and since when it is the oldest."""
-        self._head_since_ns: NDArray[np.int64] = np.zeros(0, np.int64)
+        """Work of the oldest booking of each worker."""
+        self._since_ns: NDArray[np.int64] = np.zeros(0, np.int64)
+        """Since when each worker is at its present prompt, of this router or of a peer."""
+        self.peers = PeerWork()
+        """What other routers say; changed by `tell` and `forget_peer`."""
+        self._told_ns: NDArray[np.int64] = np.zeros(0, np.int64)
+        """Work of peers on each worker, and the largest of their oldest prompts there."""
+        self._told_head_ns: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._touched: set[int] = set()
         self._bucket: NDArray[np.int64] = np.zeros(0, np.int64)
         self._bucket_work = np.zeros(self._config.num_buckets)
         self._work_time_ns = 0
@@ -172,7 +186,7 @@ class PrefillRouter:
             self._rank_ids.append(rank_id)
             self.worker_names = tuple(str(each) for each in self._rank_ids)
             self._queues.append({})
-            for name in ("_states", "_backlog_ns", "_other_ns", "_head_ns", "_head_since_ns"):
+            for name in _ARRAYS:
                 setattr(self, name, np.append(getattr(self, name), 0))
             self._bucket = np.append(self._bucket, 0)
             self._apply_split(self._ideal_workers())
@@ -202,9 +216,10 @@ class PrefillRouter:
 
     def backlog_ns(self, now_ns: int) -> NDArray[np.int64]:
         """[W] estimated time until each worker has done what it has."""
+        head_ns = np.maximum(self._head_ns, self._told_head_ns)
         # A prompt that is overdue is not over: an idle worker must not tie with it.
-        done = np.clip(now_ns - self._head_since_ns, 0, np.maximum(self._head_ns - 1, 0))
-        result: NDArray[np.int64] = self._backlog_ns - done + self._other_ns
+        done = np.clip(now_ns - self._since_ns, 0, np.maximum(head_ns - 1, 0))
+        result: NDArray[np.int64] = self._backlog_ns + self._told_ns - done + self._other_ns
         return result
 
     # ---- decisions: these only read
@@ -314,10 +329,12 @@ class PrefillRouter:
         queue = self._queues[worker]
         if not queue:
             self._head_ns[worker] = work_ns
-            self._head_since_ns[worker] = now_ns
+            if not self._told_ns[worker]:
+                self._since_ns[worker] = now_ns
         queue[request_key] = _Queued(worker, work_ns)
         self._worker_of[request_key] = worker
         self._backlog_ns[worker] += work_ns
+        self._touched.add(worker)
         self._decay_work(now_ns)
         self._bucket_work[bucket] += work_ns
         self._tie_offset += 1
@@ -330,10 +347,11 @@ class PrefillRouter:
         queue = self._queues[worker]
         is_head = next(iter(queue)) == request_key
         self._backlog_ns[worker] -= queue.pop(request_key).work_ns
+        self._touched.add(worker)
         if is_head:
             head = next(iter(queue.values()), None)
             self._head_ns[worker] = head.work_ns if head else 0
-            self._head_since_ns[worker] = now_ns
+            self._since_ns[worker] = now_ns
         return True
 
     def observe(self, elapsed_ns: int, *, num_uncached_tokens: int, num_cached_tokens: int) -> None:
@@ -345,7 +363,7 @@ class PrefillRouter:
             self._model.observe(elapsed_ns / NS_PER_S, num_uncached_tokens, num_cached_tokens)
 
     def apply_report(self, worker: int, report: RankReport, now_ns: int) -> None:
-        """Count work that others sent: what the report shows beyond what is booked here.
+        """Count work that others sent: what the report shows beyond what is booked here or told.
 
         A report does not say what context its step's tokens attended to, so the model cannot learn
         from it.
@@ -358,8 +376,60 @@ class PrefillRouter:
         self._other_ns[worker] = 0
         self._other_ns[worker] = max(0, reported - int(self.backlog_ns(now_ns)[worker]))
 
+    # ---- peers
+
+    def take_touched(self) -> list[int]:
+        """Workers on which something was booked or released since this was last asked."""
+        touched, self._touched = sorted(self._touched), set()
+        return touched
+
+    def own_work(self, worker: int, now_ns: int) -> tuple[int, int, int]:
+        """What is booked here on a worker, the oldest booking of it, and how long the worker has
+        been at its present prompt, all in ns."""
+        self._check_worker(worker)
+        work_ns, head_ns = int(self._backlog_ns[worker]), int(self._head_ns[worker])
+        return work_ns, head_ns, max(0, now_ns - int(self._since_ns[worker]))
+
+    def tell(
+        self, peer: str, worker: int, *, work_ns: int, head_ns: int, age_ns: int, now_ns: int
+    ) -> None:
+        """Say what another router has on a worker now; the numbers are those of its `own_work`.
+
+        A report may have been faster than the peer: what it is found to have sent is taken off the
+        work of others.
+
+        Raises:
+            ValueError: an unknown worker, or numbers that are negative or do not fit each other.
+        """
+        self._check_worker(worker)
+        if age_ns < 0:
+            raise ValueError(f"age_ns is {age_ns}; it must not be negative")
+        self.peers.put(peer, worker, work_ns, head_ns)
+        grown_ns = self._sum_peers(worker)
+        self._other_ns[worker] -= min(max(0, grown_ns), int(self._other_ns[worker]))
+        self._since_ns[worker] = max(int(self._since_ns[worker]), now_ns - age_ns)
+
+    def forget_peer(self, peer: str) -> None:
+        """Take back all that a peer said. Reports may show that its work is there still."""
+        workers = sorted(self.peers.workers_of(peer))
+        self.peers.forget(peer)
+        for worker in workers:
+            self._sum_peers(worker)
+
+    def _sum_peers(self, worker: int) -> int:
+        """Add up what peers have on a worker; return by how much that grew."""
+        work_ns, self._told_head_ns[worker] = self.peers.of(worker)
+        grown_ns = work_ns - int(self._told_ns[worker])
+        self._told_ns[worker] = work_ns
+        return grown_ns
+
     def validate(self) -> None:
-        """Check every sum against what it sums. O(W + R)."""
+        """Check every sum against what it sums. O(W * peers + R)."""
+        for worker, told_ns in enumerate(self._told_ns.tolist()):
+            if (told_ns, self._told_head_ns[worker]) != self.peers.of(worker):
+                raise InvariantError(
+                    f"worker {worker}: {told_ns} ns of peers, who say {self.peers.of(worker)}"
+                )
         for worker, queue in enumerate(self._queues):
             total = sum(queued.work_ns for queued in queue.values())
             if total != self._backlog_ns[worker]:

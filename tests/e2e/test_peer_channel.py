@@ -15,18 +15,36 @@ pytestmark = pytest.mark.slow
 JSON = ((b"content-type", b"application/json"),)
 NUM_BEFORE = 8
 NUM_BURST = 8
+PREFILL_STEP_S = 0.3
+"""A step computes one token, so that a prompt takes seconds."""
 
 
-async def start_two(cluster: Cluster, *, talks: bool) -> tuple[Service, Service]:
-    """Two doubles without agents, and two services that share a registry."""
-    for _ in range(2):
-        await cluster.add_double(has_agent=False, step_s=0.01)
-    changes = {
+async def start_two(
+    cluster: Cluster, *, talks: bool, is_split: bool = False
+) -> tuple[Service, Service]:
+    """Two doubles without agents, or three in split pools, and two services that share a
+    registry."""
+    kept_kv: dict[str, list[int]] = {}
+    for _ in range(3 if is_split else 2):
+        double = await cluster.add_double(has_agent=False, step_s=0.01)
+        double.kept_kv = kept_kv
+    changes: dict[str, object] = {
         "registry": {"url": f"sqlite:///{cluster.folder / 'shared.sqlite3'}"},
         "routing": {"talks_to_peers": talks},
         "faults": {"spare": "none"},
         "agent": {"endpoint": "tcp://127.0.0.1:*"},
     }
+    if is_split:
+        for double in cluster.doubles[:2]:
+            double.max_step_tokens, double.step_s = 1, PREFILL_STEP_S
+        changes["pools"] = {
+            role: {
+                "role": role,
+                "model": {"name": MODEL, "tokenizer": str(cluster.folder)},
+                "engines": [{"url": each.url, "id": each.engine_id} for each in doubles],
+            }
+            for role, doubles in (("prefill", cluster.doubles[:2]), ("decode", cluster.doubles[2:]))
+        }
     first = await cluster.start_service(**changes)
     second = await cluster.start_service(**changes)
     for service in (first, second):
@@ -111,6 +129,38 @@ async def test_two_dscheds_that_do_not_talk_fill_the_busy_engine(cluster: Cluste
     counts = await burst_at_both(cluster, first, second)
 
     assert counts["busy"] - counts["idle"] >= 6, counts
+
+
+@pytest.mark.parametrize("talks", [True, False])
+async def test_a_prompt_goes_to_the_prefill_engine_that_a_peer_has_left_idle(
+    cluster: Cluster, *, talks: bool
+) -> None:
+    """Both are idle as far as a dsched knows that hears nothing."""
+    first, second = await start_two(cluster, talks=talks, is_split=True)
+    router = second.controller._state.pools["prefill"].prefill
+    assert router is not None
+    if talks:
+        await cluster.wait_until(lambda: second.peers is not None and second.peers.peers)
+    preferred = router.pick(num_prompt_tokens=len(PROMPT), now_ns=0).worker
+    assert preferred is not None
+    busy = router.rank_id(preferred).engine_id
+    idle = EngineId("p-1" if busy == "p-0" else "p-0")
+
+    first.controller.drain(idle)
+    tasks = await begin(cluster, first, 1)
+    await cluster.wait_until(lambda: num_on_each(cluster)[busy] == 1)
+    if talks:
+        await cluster.wait_until(lambda: router.peers.of(preferred)[0] > 0)
+    tasks += await begin(cluster, second, 1)
+    await cluster.wait_until(lambda: sum(num_on_each(cluster).values()) == 2)
+    counts = num_on_each(cluster)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert (counts[busy], counts[idle]) == ((1, 1) if talks else (2, 0))
+    # What clients left is over at the peer, too.
+    await cluster.wait_until(lambda: not router.peers.of(preferred)[0])
 
 
 async def test_a_dsched_that_stops_is_forgotten(cluster: Cluster) -> None:

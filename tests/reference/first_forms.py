@@ -31,6 +31,8 @@ FIRST_FORMS: dict[str, Any] = {
     "WorkersAnswer": {"workers": {}},
     "RankNews": ["e", 0, 1, 2],
     "PoolNews": {"pool": "p", "longest_tokens": 2, "ranks": []},
+    "WorkerNews": ["e", 0, 3, 2, 1],
+    "PrefillNews": {"pool": "p", "workers": []},
     "PeerNews": {"peer_version": 1, "instance_id": "i", "seq": 1, "is_full": True, "pools": []},
     "AgentHello": {
         "type": "hello",

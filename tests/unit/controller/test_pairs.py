@@ -24,6 +24,7 @@ from dsched.faults import MemoryJournal
 from dsched.faults.progress import ProgressLimits
 from dsched.ids import AttemptId, AttemptIds, DpRank, EngineId, RankId, RequestId
 from dsched.plugins import PolicyGuard, PolicySet, RankCandidate, RequestView, RoutingPolicies
+from dsched.routing.peers import PeerPrefillMessage, PeerWorkerLoad
 from dsched.states import PoolRole
 from dsched.testing.recorders import RecordingStream
 
@@ -126,6 +127,7 @@ class Pair:
         policies: PolicySet | None = None,
     ) -> None:
         self.clock = ManualClock()
+        self.num_asked = 0
         self.journal = MemoryJournal()
         self.controller = Controller(
             pools=[
@@ -153,7 +155,7 @@ class Pair:
         self.controller.tick()
 
     def request_tick(self) -> None:
-        pass
+        self.num_asked += 1
 
     def request_tick_at(self, time_ns: int) -> None:
         pass
@@ -534,6 +536,81 @@ def test_a_report_of_a_worker_keeps_prompts_away_from_it() -> None:
         pair.ask(name)
 
     assert [len(engine.commands) for engine in prefill] == [0, 3]
+
+
+class TwoPairs:
+    """Two controllers over the same two prefill workers, each with its own view of them."""
+
+    def __init__(self, *, talk: bool) -> None:
+        self.prefill = [make("p0", "p1"), make("p0", "p1")]
+        self.pairs = [Pair(prefill, make("d0")) for prefill in self.prefill]
+        self.talk = talk
+        self.seq = 0
+
+    def ask(self, index: int, prompt_len: int) -> None:
+        self.pairs[index].ask(f"r{self.seq}", prompt_len=prompt_len)
+        self.tell(index)
+
+    def tell(self, index: int, *, is_full: bool = False) -> list[tuple[str, list[PeerWorkerLoad]]]:
+        """Carry what one has to say to the other, as the channel does."""
+        self.seq += 1
+        news = list(self.pairs[index].controller.peering.prefill_news(is_full=is_full))
+        for pool, loads in news:
+            message = PeerPrefillMessage(
+                peer=f"c{index}", seq=self.seq, is_full=is_full, workers=tuple(loads)
+            )
+            if self.talk:
+                peering = self.pairs[1 - index].controller.peering
+                assert peering.apply_prefills(pool, message)
+                assert not peering.apply_prefills(pool, message), "the same again"
+                assert not peering.apply_prefills("d", message), "no prefill pool"
+        return news
+
+    def num_tokens(self) -> list[int]:
+        """Prompt tokens that each worker got, of both."""
+        return [
+            sum(len(c.prompt_token_ids) for half in self.prefill for c in half[worker].commands)
+            for worker in (0, 1)
+        ]
+
+
+@pytest.mark.parametrize(("talk", "tokens"), [(True, [5_000, 5_000]), (False, [7_000, 3_000])])
+def test_long_prompts_of_two_dscheds_go_to_two_workers(*, talk: bool, tokens: list[int]) -> None:
+    """Without a report of either worker, and at the same time."""
+    both = TwoPairs(talk=talk)
+
+    for prompt_len in (3_500, 1_500):
+        for index in (0, 1):
+            both.ask(index, prompt_len)
+
+    assert both.num_tokens() == tokens
+
+
+def test_the_end_of_a_prompt_is_told_in_a_tick_and_a_peer_that_left_is_forgotten() -> None:
+    both = TwoPairs(talk=True)
+    first, second = both.pairs
+    first.controller.peering.set_listened_to(is_listened_to=True)
+    assert both.tell(0) == []
+
+    both.ask(0, 3_500)
+    second_view = second.controller._state.pools["p"].prefill
+    assert second_view is not None
+    assert second_view.backlog_ns(0).tolist()[0] > 0
+    ((pool, (load,)),) = both.tell(0, is_full=True)
+    assert (pool, load.rank_id.engine_id, load.age_ns) == ("p", "p0", 0)
+    assert load.work_ns == load.head_ns == second_view.backlog_ns(0)[0]
+    assert [name for name, loads in both.tell(1, is_full=True) if not loads] == ["p"]
+
+    first.num_asked = 0
+    both.prefill[0][0].prefill()
+    assert first.num_asked > 0
+    ((_, (ended,)),) = both.tell(0)
+    assert (ended.work_ns, ended.head_ns) == (0, 0)
+    assert not second_view.backlog_ns(0).any()
+
+    both.ask(0, 3_500)
+    second.controller.peering.forget("c0")
+    assert not second_view.backlog_ns(0).any()
 
 
 def test_a_prompt_goes_where_its_beginning_is_cached() -> None:

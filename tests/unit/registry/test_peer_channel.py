@@ -13,7 +13,12 @@ from dsched.config_checks import check_config
 from dsched.errors import ConfigError
 from dsched.ids import DpRank, EngineId, RankId
 from dsched.registry.peer_channel import PEER_VERSION, PeerChannel, PeerNews, PoolNews, RankNews
-from dsched.routing.peers import PeerMessage, PeerRankLoad
+from dsched.routing.peers import (
+    PeerMessage,
+    PeerPrefillMessage,
+    PeerRankLoad,
+    PeerWorkerLoad,
+)
 
 S = 1_000_000_000
 DEEP = b"\x91" * 100_000 + b"\xc0"
@@ -24,6 +29,8 @@ class FakePeering:
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, PeerMessage]] = []
+        self.heard_prefills: list[tuple[str, PeerPrefillMessage]] = []
+        self.prefill_news_due: list[tuple[str, list[PeerWorkerLoad]]] = []
         self.forgotten: list[str] = []
         self.is_listened_to = False
         self.touched = False
@@ -41,8 +48,25 @@ class FakePeering:
         self.heard.append((pool, message))
         return pool == "p"
 
+    def prefill_news(self, *, is_full: bool) -> Iterator[tuple[str, list[PeerWorkerLoad]]]:
+        yield from self.prefill_news_due
+
+    def apply_prefills(self, pool: str, message: PeerPrefillMessage) -> bool:
+        self.heard_prefills.append((pool, message))
+        return pool == "prefill"
+
     def forget(self, peer: str) -> None:
         self.forgotten.append(peer)
+
+
+class Sent:
+    """A socket that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes] = []
+
+    def send(self, payload: bytes, flags: int) -> None:
+        self.payloads.append(payload)
 
 
 class Wired:
@@ -110,6 +134,29 @@ async def test_what_cannot_be_used_is_counted(wired: Wired, payload: bytes, outc
     assert wired.peering.heard == []
     assert dict(wired.channel.num_messages) == {outcome: 1}
     assert wired.channel.peers == ()
+
+
+async def test_work_on_prefill_workers_is_told_as_it_is_heard(wired: Wired) -> None:
+    """Without other news too; a message of prefill pools alone is applied or old like others."""
+    load = PeerWorkerLoad(
+        rank_id=RankId(EngineId("e"), DpRank(3)), work_ns=30, head_ns=20, age_ns=10
+    )
+    wired.peering.prefill_news_due = [("prefill", [load]), ("other", [])]
+    sent = Sent()
+    wired.channel._out.close()
+    wired.channel._out = sent  # type: ignore[assignment]
+
+    wired.channel.publish()
+    (payload,) = sent.payloads
+    heard = payload.replace(b"\xa2me", b"\xa4peer")
+    wired.channel.receive(heard)
+    wired.channel.receive(heard.replace(b"\xa7prefill", b"\xa7unknown"))
+
+    (pool, message), (other, _), *_ = wired.peering.heard_prefills
+    assert (pool, other) == ("prefill", "other")
+    assert message == PeerPrefillMessage(peer="peer", seq=1, is_full=False, workers=(load,))
+    assert wired.peering.heard == []
+    assert dict(wired.channel.num_messages) == {"sent": 1, "applied": 1, "old": 1}
 
 
 async def test_what_a_newer_peer_adds_is_ignored(wired: Wired) -> None:
