@@ -86,10 +86,11 @@ class ExpertPlacement:
 
     def count_copies(self) -> NDArray[np.int64]:
         """Return the number of copies of each expert, [L, E]."""
-        counts = np.zeros((self.num_layers, self.num_experts), np.int64)
-        layers, slots = np.nonzero(self.slot_expert != EMPTY)
-        np.add.at(counts, (layers, self.slot_expert[layers, slots]), 1)
-        return counts
+        width = self.num_experts + 1  # one more for empty slots
+        cell = np.where(self.slot_expert == EMPTY, self.num_experts, self.slot_expert)
+        cell = cell + width * np.arange(self.num_layers)[:, None]
+        counts = np.bincount(cell.ravel(), minlength=self.num_layers * width)
+        return counts.reshape(self.num_layers, width)[:, :-1].astype(np.int64)
 
     def live_ranks(self) -> NDArray[np.bool_]:
         """Return for each rank whether it holds any expert in any layer, [G]."""

@@ -175,6 +175,7 @@ def plan_placement(
         ValueError: a load that is negative, not finite or not [L, E]; slots that ranks do not
             divide, ranks that nodes do not divide, fewer live slots than experts; a mask, current
             placement or limit that does not fit.
+        InvariantError: the planner itself has lost an expert, which is a defect of dsched.
 
     >>> plan = plan_placement([[90, 10, 10, 10]], num_slots=8, num_ranks=4)
     >>> plan.placement.slot_expert.reshape(4, 2).tolist()
@@ -205,7 +206,10 @@ def plan_placement(
         if options.payback is not None:
             drop_unprofitable(weight, slots, options, tokens, results)
         before = balance(weight, results.heaviest_before, shape)
-    return make_plan(weight, shape, results, before, epoch)
+    plan = make_plan(weight, shape, results, before, epoch)
+    # A lost expert would be wrong answers: no plan is handed out without this look.
+    plan.placement.validate()
+    return plan
 
 
 def plan_layers(

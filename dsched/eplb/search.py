@@ -606,9 +606,11 @@ def settle(
         step = gainful if is_escaping and gainful.slot >= 0 else strict
         if step.slot < 0:
             now = exchange_ranks(state, width, goal, num_live, scanned, changed, now)
-            if state.rank_load[state.order[num_live - 1]] < heaviest:
+            rank = state.order[num_live - 1]
+            if state.rank_load[rank] < heaviest:
                 continue
-            step = gainful
+            # The slots may hold other experts now: what was found before is not for them.
+            step, _, _ = find_replace(state, width, rank, goal, mean, holding)
             is_escaping = True
         if step.slot < 0:
             break
