@@ -86,11 +86,9 @@ class ExpertPlacement:
 
     def count_copies(self) -> NDArray[np.int64]:
         """Return the number of copies of each expert, [L, E]."""
-        width = self.num_experts + 1  # one more for empty slots
-        cell = np.where(self.slot_expert == EMPTY, self.num_experts, self.slot_expert)
-        cell = cell + width * np.arange(self.num_layers)[:, None]
-        counts = np.bincount(cell.ravel(), minlength=self.num_layers * width)
-        return counts.reshape(self.num_layers, width)[:, :-1].astype(np.int64)
+        counts = np.zeros((self.num_layers, self.num_experts), np.int64)
+        _count_copies(self.slot_expert, counts)
+        return counts
 
     def live_ranks(self) -> NDArray[np.bool_]:
         """Return for each rank whether it holds any expert in any layer, [G]."""
@@ -110,6 +108,14 @@ class ExpertPlacement:
         if missing.size:
             layer, expert = missing[0]
             raise InvariantError(f"layer {layer}: no slot holds expert {expert}")
+
+
+@kernel
+def _count_copies(slot_expert: NDArray[np.int32], out: NDArray[np.int64]) -> None:
+    for layer in range(slot_expert.shape[0]):
+        for expert in slot_expert[layer]:
+            if expert >= 0:
+                out[layer, expert] += 1
 
 
 def _slot_array(slot_expert: ArrayLike) -> NDArray[np.int32]:
