@@ -268,16 +268,21 @@ def take_changes(
     count = 0
     num_load_rows = table.shape[0]
     for row in range(seen.shape[0]):
+        is_load = row < num_load_rows
+        now = table[row] if is_load else price_bits[row - num_load_rows]
+        before = seen[row]
+        # Most rows are as they were, and this loop is one of vector instructions.
+        difference = np.int64(0)
         for rank in range(num_ranks):
-            if row < num_load_rows:
-                value = table[row, rank]
-            else:
-                value = price_bits[row - num_load_rows, rank]
-            if value != seen[row, rank]:
+            difference |= now[rank] ^ before[rank]
+        if difference == 0:
+            continue
+        for rank in range(num_ranks):
+            if now[rank] != before[rank]:
                 out[count] = rank * seen.shape[0] + row
-                out[count + 1] = value - seen[row, rank]
+                out[count + 1] = now[rank] - before[rank]
                 count += 2
-                seen[row, rank] = value
+                before[rank] = now[rank]
     return count
 
 
