@@ -33,6 +33,7 @@ WHOLE = (
     b'"usage":{"prompt_tokens":9,"completion_tokens":1,"total_tokens":10}}'
 )
 FIRST_TOKEN, NUM_TOKENS = 300, 700
+PROMPT_CHARS = 100
 
 
 class Body(msgspec.Struct):
@@ -247,11 +248,15 @@ def post(port: int, body: dict[str, Any]) -> bytes:
     return head.encode() + data
 
 
+def prompt_of(num_chars: int) -> str:
+    words = "the quick brown fox jumps over the lazy dog "
+    return (words * (num_chars // len(words) + 1))[:num_chars]
+
+
 async def run_load(port: int, num_clients: int, seconds: float, prompt_chars: int) -> None:
     loop = asyncio.get_running_loop()
-    words = "the quick brown fox jumps over the lazy dog "
-    prompt = (words * (prompt_chars // len(words) + 1))[:prompt_chars]
-    load = Load(post(port, {"model": "tiny", "prompt": prompt, "max_tokens": 1}))
+    body = {"model": "tiny", "prompt": prompt_of(prompt_chars), "max_tokens": 1}
+    load = Load(post(port, body))
     for _ in range(num_clients):
         await loop.create_connection(lambda: Caller(load), "127.0.0.1", port)
     await asyncio.sleep(0.3)
@@ -320,9 +325,9 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=PROMPT_CHARS)
     parser.add_argument("--step-ms", type=float, default=0.0)
-    parser.add_argument("--prompt-chars", type=int, default=100)
+    parser.add_argument("--prompt-chars", type=int, default=PROMPT_CHARS)
     parser.add_argument("--to", type=int, nargs="*", default=[])
     given = parser.parse_args()
     if given.mode == "backend":

@@ -5,7 +5,8 @@ as its peers do here, between a load generator and two dummy engines; side by si
 routers `sglang-router` and `vllm-router` from PyPI, round robin, and with no router at all. The
 routers forward bytes; dsched reads, tokenises, routes, journals, detokenises and writes.
 `bare relay` is the least that Python can do, on uvloop and httptools: bytes there and back, the
-engines in turn, with an eye on where requests and answers end and on nothing else.
+engines in turn, with an eye on where requests and answers end and on nothing else. `tokenize_us`
+is what the library alone takes for such a prompt: part of dsched's CPU a request, and of no peer's.
 
 All targets are measured in turns within one run, several times; a row's figure is the median.
 CPU is that of the router's own process, all threads, from the kernel's counters.
@@ -31,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _http_rig import PROMPT_CHARS, prompt_of
 from _report import Row, arguments, half_quartile_range, report
 
 ROOT = Path(__file__).parents[1]
@@ -221,6 +223,22 @@ def measure_streams(targets: Sequence[Target], *, num_tokens: int, repeats: int)
             target.events_per_token.append(result["num_events"] / result["num_tokens"])
 
 
+def measure_tokenizer(*, repeats: int) -> list[float]:
+    """Return what tokenising one prompt takes, in microseconds, in one thread that does nothing
+    else."""
+    from dsched.frontdoor.renderer import encode_prompt
+    from dsched.sim.tokenizer import build_sim_tokenizer
+
+    tokenizer, prompt, num_prompts = build_sim_tokenizer(), prompt_of(PROMPT_CHARS), 2_000
+    taken_us = []
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        for _ in range(num_prompts):
+            encode_prompt(tokenizer, prompt)
+        taken_us.append((time.perf_counter() - start_s) / num_prompts * 1e6)
+    return taken_us
+
+
 def rows_of(ours: Target, peers: Sequence[Target], direct: Target) -> list[Row]:
     """Return the figures in the form of all benchmarks."""
     median = statistics.median
@@ -298,7 +316,17 @@ def main() -> None:
                 peers.append(start(name, peer, port))
         measure_requests([direct, ours, *peers], seconds=seconds, repeats=repeats)
         measure_streams([ours, *peers], num_tokens=num_tokens, repeats=1 if given.quick else 3)
+        tokenize_us = measure_tokenizer(repeats=repeats)
         rows = rows_of(ours, peers, direct)
+        rows.append(
+            Row(
+                metric="tokenize_us",
+                case=f"{PROMPT_CHARS} characters",
+                ours=statistics.median(tokenize_us),
+                spread=half_quartile_range(tokenize_us),
+                better="lower",
+            )
+        )
     report("frontdoor", rows, seeds=repeats, json_path=given.json)
     share = statistics.median(ours.events_per_token)
     print(f"dsched wrote {share:.3f} events a token on the long streams")
