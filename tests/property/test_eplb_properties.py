@@ -116,6 +116,7 @@ def test_a_plan_from_any_placement_keeps_every_rule(
         check_placement(one, rank_up=rank_up)
 
 
+@pytest.mark.slow
 @given(layers(), st.integers(0, 2**32 - 1))
 @settings(max_examples=100, deadline=None)
 def test_moves_never_make_it_worse(case: dict[str, Any], seed: int) -> None:

@@ -165,6 +165,7 @@ def test_all_routers_know_what_is_left_to_do(seed: int, num_routers: int) -> Non
     assert group.left_ns() == [0] * NUM_WORKERS
 
 
+@pytest.mark.slow
 def test_routers_that_do_not_talk_load_workers_unevenly() -> None:
     """What the channel is for, on the same prompts: simulated, 20 seeds, no reports."""
     latency_s, spread_s = {}, {}

@@ -114,6 +114,7 @@ def migration_views(draw: st.DrawFn) -> MigrationView:
     )
 
 
+@pytest.mark.slow
 @given(view=migration_views(), max_moves=st.integers(0, 5), stall=st.sampled_from([0.0, 30.0]))
 @settings(max_examples=300, deadline=None)
 def test_moves_keep_every_limit_and_help(view: MigrationView, max_moves: int, stall: float) -> None:

@@ -32,6 +32,7 @@ def test_every_promise_is_kept_with_pairs(seed: int) -> None:
     assert sum(ended) == report.num_requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["kv", "recompute"])
 def test_requests_that_move_keep_every_promise(mode: MigrationMode) -> None:
     """In combined and in separate pools; a move is never the reason for a lost or wrong token."""

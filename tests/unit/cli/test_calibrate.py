@@ -60,6 +60,7 @@ def run(
     return int(caught.value.code or 0), out, err
 
 
+@pytest.mark.slow
 def test_files_become_models_that_engines_can_load(
     tables: tuple[Path, Path],
     tmp_path: Path,

@@ -115,6 +115,7 @@ def test_factors_stay_positive_and_bounded() -> None:
     assert model.online.factors.max() <= MAX_FACTOR
 
 
+@pytest.mark.slow
 def test_the_same_step_for_hours_does_not_wear_out_the_filter() -> None:
     """Without variety the parts cannot be told apart; their sum stays right, nothing overflows."""
     model = quadratic()

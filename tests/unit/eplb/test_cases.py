@@ -159,6 +159,7 @@ def test_a_perfect_placement_stays() -> None:
     assert plan.placement.slot_expert.tobytes() == slots.tobytes()
 
 
+@pytest.mark.slow
 def test_more_moves_are_never_worse() -> None:
     """The heaviest rank never grows with the moves allowed, on many random layers."""
     rng = np.random.default_rng(1)

@@ -212,6 +212,7 @@ def test_a_time_budget_keeps_steps_level_and_a_fixed_chunk_does_not() -> None:
     assert backlog_balance_pct(long, ChunkRule(chunk_tokens=4096), group=group, num_steps=80) < 75.0
 
 
+@pytest.mark.slow
 def test_every_prompt_is_computed_whatever_the_policy() -> None:
     group = PrefillGroup(num_ranks=8)
     trace = scale_to_load(mixed_trace(), group, load=0.7)

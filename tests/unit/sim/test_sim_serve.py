@@ -174,6 +174,7 @@ def test_conversations_start_one_after_another(
     assert apart["throughput"]["makespan_s"] > 200
 
 
+@pytest.mark.slow
 def test_plot_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "out.png"
