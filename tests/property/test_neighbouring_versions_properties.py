@@ -128,6 +128,7 @@ def test_every_class_has_its_first_form_and_no_other() -> None:
     assert set(FIRST_FORMS) == set(STRUCTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STRUCTS))
 @given(data=st.data())
 @settings(max_examples=40)
