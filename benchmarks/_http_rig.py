@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--tokens", type=int, default=PROMPT_CHARS)
+    parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--prompt-chars", type=int, default=PROMPT_CHARS)
     parser.add_argument("--to", type=int, nargs="*", default=[])

@@ -1,19 +1,15 @@
 """`tool_choice` that demands calls, through dsched to real engines: weights that are random keep to
 the schema, so the calls are the grammar's doing."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import openai
 import pytest
+from live_service import serving
 
-from dsched.cli.service import Service
-from dsched.config import Config
-from dsched.config_load import LoadedConfig
 from dsched.testing.engines import MODEL_NAME, TinyEngines
 
 pytestmark = pytest.mark.slow
@@ -66,17 +62,10 @@ async def client(engines: TinyEngines, tmp_path: Path) -> AsyncIterator[openai.A
         "agent": {"endpoint": engines.agent_endpoint},
         "pools": {"p": {"model": model, "engines": [section]}},
     }
-    service = Service(LoadedConfig(config=msgspec.convert(document, Config), origins={}))
-    await service.start()
-    try:
-        async with asyncio.timeout(30):
-            while any(each.state.name != "UP" for each in service.controller.engine_statuses()):
-                await asyncio.sleep(0.05)
+    async with serving(document) as service:
         base_url = f"{service.front_door_url}/v1"
         async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
             yield client
-    finally:
-        await service.stop()
 
 
 async def ask(client: openai.AsyncOpenAI, number: int, **fields: Any) -> Any:  # noqa: ANN401

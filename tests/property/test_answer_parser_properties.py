@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from call_strategies import ARGUMENTS, CUTS
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -14,14 +15,6 @@ from dsched.frontdoor.hermes import THINK_END, THINK_START, TextReader
 from dsched.frontdoor.hermes_call import CALL_END, CALL_START
 
 NAMES = st.text(min_size=1, max_size=8)
-VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.text(max_size=6)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=4), inner, max_size=2)
-    ),
-    max_leaves=5,
-)
-ARGUMENTS = st.dictionaries(st.text(max_size=5), VALUES, max_size=3)
 PIECES = st.sampled_from(
     [CALL_START, CALL_END, THINK_START, THINK_END, '{"name": ', '"f"', ', "arguments": ', "{", "}",
      '"', "\\", ":", ",", "[", "]", "null", "12", "\n", " ", "word", "<", "</tool", "é"]
@@ -29,7 +22,6 @@ PIECES = st.sampled_from(
 ROUGH = st.lists(st.one_of(PIECES, st.text(max_size=3)), max_size=24).map("".join)
 CUT_SHORT = '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>'
 TURNED_AROUND = ' <tool_call> {"arguments": {}, "name": "f",}x'
-CUTS = st.lists(st.integers(0, 400), max_size=12)
 
 
 def read(

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from call_strategies import ARGUMENTS, CUTS
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -19,18 +20,9 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 CALL = '{"name": "f", "parameters": {"a": 1}}'
 ROUGH = st.lists(st.one_of(PIECES, st.just(CALL), st.text(max_size=3)), max_size=24).map("".join)
-VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.text(max_size=6)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=4), inner, max_size=2)
-    ),
-    max_leaves=5,
-)
-ARGUMENTS = st.dictionaries(st.text(max_size=5), VALUES, max_size=3)
 CALLS = st.lists(
     st.tuples(st.text(min_size=1, max_size=8), ARGUMENTS, st.booleans()), min_size=1, max_size=3
 )
-CUTS = st.lists(st.integers(0, 400), max_size=12)
 
 
 class Reading:

@@ -15,12 +15,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from live_service import serving
 
 from dsched.cli.service import Service
-from dsched.config import Config
-from dsched.config_load import LoadedConfig
 from dsched.controller.request import InferenceRequest, RequestError, RequestFinish
 from dsched.drivers.base import AttemptSink
 from dsched.drivers.http import HttpPool
@@ -133,15 +131,8 @@ async def running_service(engines: Engines, folder: Path) -> AsyncIterator[Servi
             "decode": pool("decode", engines.decode),
         },
     }
-    service = Service(LoadedConfig(config=msgspec.convert(document, Config), origins={}))
-    await service.start()
-    try:
-        async with asyncio.timeout(30):
-            while any(each.state.name != "UP" for each in service.controller.engine_statuses()):
-                await asyncio.sleep(0.05)
+    async with serving(document) as service:
         yield service
-    finally:
-        await service.stop()
 
 
 async def ask(service: Service, prompt: list[int]) -> tuple[list[int], RequestFinish]:
