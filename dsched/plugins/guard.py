@@ -14,6 +14,7 @@ structlog is imported with the first guard that has no log of its own: an engine
 lack it.
 """
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
@@ -113,6 +114,7 @@ class _Runner:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(identity), ctypes.py_object(_PolicyInterrupt)
             )
+        self._wake.release()  # it may have answered meanwhile and be waiting for the next call
 
     @property
     def is_alive(self) -> bool:
@@ -124,18 +126,12 @@ class _Runner:
         self._wake.release()
 
     def _run(self) -> None:
-        while True:
-            try:
+        with contextlib.suppress(_PolicyInterrupt):
+            while not self._is_closed:  # also after an interruption that the policy caught
                 self._wake.acquire()
-                if self._is_closed:
-                    return
                 call = self._call
-                if call is not None:
+                if call is not None and not self._is_closed:
                     _execute(call, self._clock)
-            except _PolicyInterrupt:
-                return
-            if self._is_closed:  # interrupted, and caught it
-                return
 
 
 def _execute(call: _Call, clock: Clock) -> None:

@@ -178,6 +178,27 @@ def test_a_policy_that_never_ends_is_interrupted(runaway: Any) -> None:  # noqa:
     assert policy_threads() == []
 
 
+def test_a_policy_that_answers_just_too_late_leaves_no_thread() -> None:
+    """Done before anyone could interrupt it, its thread waits for another call."""
+    switch_interval_s = sys.getswitchinterval()
+
+    def answer_late() -> int:
+        end_ns = time.monotonic_ns() + 50_000_000
+        while time.monotonic_ns() < end_ns:  # keeps the interpreter's lock meanwhile
+            pass
+        return 1
+
+    try:
+        sys.setswitchinterval(30.0)
+        _, guard = ask(Picker(answer_late), budget_ns=5_000_000)
+    finally:
+        sys.setswitchinterval(switch_interval_s)
+    wait_for_policy_threads()
+
+    assert guard.num_failures[FailureReason.TIMEOUT] == 1
+    assert policy_threads() == []
+
+
 def test_threads_that_do_not_end_are_few() -> None:
     """A policy that catches its interruption is asked no more while three of its calls run."""
     is_over = threading.Event()
