@@ -7,6 +7,7 @@ line. They are as light as Python allows, because they share the machine with wh
 import argparse
 import asyncio
 import json
+import re
 import sys
 import time
 from typing import Any
@@ -148,6 +149,9 @@ class Relay(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         request, self.request = self.request, b""
+        if not self.parser.should_keep_alive():
+            # For this hop only: the engine would take no further request on its connection.
+            request = re.sub(rb"(?i)\r\nconnection: close", b"", request)
         number = Relay.num_requests % len(self.ports)
         Relay.num_requests += 1
         if self.idle[number]:
