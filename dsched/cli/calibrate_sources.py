@@ -229,7 +229,8 @@ async def sweep(
     driver.start(listener)
     try:
         try:
-            description = await asyncio.wait_for(listener.up, READY_TIMEOUT_S)
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                description = await listener.up
         except TimeoutError as error:
             raise ConfigError(
                 f"engine {driver.engine_id} did not answer within {READY_TIMEOUT_S:.0f} s"

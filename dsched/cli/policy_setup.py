@@ -207,7 +207,8 @@ async def _on_thread(function: Callable[[], Result], *, timeout_s: float) -> Res
 
     threading.Thread(target=run, name="policy reload", daemon=True).start()
     try:
-        return await asyncio.wait_for(future, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await future
     except TimeoutError:
         raise ConfigError(f"policies were not loaded within {timeout_s:.0f} s") from None
 

@@ -105,7 +105,9 @@ async def _start_unless(service: Service, stopping: asyncio.Event) -> bool:
         await starting
     except asyncio.CancelledError:
         log.info("service.stopped")
-        end_if_stuck()
+    else:  # it was up before that came to it
+        await service.stop()
+    end_if_stuck()
     return False
 
 

@@ -14,7 +14,7 @@ import structlog
 from dsched import __version__
 from dsched.clock import Clock, wall_time_s
 from dsched.config import Config
-from dsched.errors import ConfigError
+from dsched.errors import ConfigError, task_fault
 from dsched.trace import (
     Header,
     Recorder,
@@ -153,6 +153,7 @@ class TraceService:
         self._is_stopping.clear()
         ring.start_taking(self._clock.now_ns())
         self._task = asyncio.get_running_loop().create_task(self._write_on(ring, self._writer))
+        self._task.add_done_callback(_say_if_it_failed)
         log.info("trace.started", path=str(self._writer.path))
 
     async def _end(self, reason: str) -> None:
@@ -161,29 +162,19 @@ class TraceService:
         self._stop_reason = reason
         self._is_stopping.set()
         if task is not None:
-            await task
+            # Who waits may be cancelled (an operator's request at the end of its time); the file
+            # is not.
+            await asyncio.wait([task])
 
     async def _write_on(self, ring: RingRecorder, writer: TraceWriter) -> None:
-        """Write until asked to stop, or until it cannot go on."""
-        is_last = False
+        """Write until asked to stop, or until it cannot go on, and close the file."""
         problem = ""
-        while not is_last:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_stopping.wait(), FLUSH_INTERVAL_S)
-            if writer.num_bytes > self._config.max_file_mb * MEGABYTE:
-                self._stop_reason = self._stop_reason or "trace.max_file_mb is reached"
-            is_last = bool(self._stop_reason) or ring.overflowed
-            records = ring.stop_taking() if is_last else ring.take()
-            try:
-                await asyncio.to_thread(writer.write, records)
-            except OSError as error:
-                problem = f"cannot be written: {error}"
-                ring.stop_taking()
-                break
-        if ring.overflowed:
-            problem = "the disk is slower than the records come"
-        writer.close()
-        self._writer = self._task = None
+        try:
+            problem = await self._write_until_told(ring, writer)
+        finally:
+            ring.stop_taking()
+            writer.close()
+            self._writer = self._task = None
         path = str(writer.path)
         if problem:
             log.warning("trace.failed", path=path, reason=problem)
@@ -194,3 +185,26 @@ class TraceService:
                 reason=self._stop_reason,
                 num_records=writer.num_records,
             )
+
+    async def _write_until_told(self, ring: RingRecorder, writer: TraceWriter) -> str:
+        """Return what keeps the file from going on; nothing if it was ended on purpose."""
+        is_last = False
+        while not is_last:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_INTERVAL_S):
+                    await self._is_stopping.wait()
+            if writer.num_bytes > self._config.max_file_mb * MEGABYTE:
+                self._stop_reason = self._stop_reason or "trace.max_file_mb is reached"
+            is_last = bool(self._stop_reason) or ring.overflowed
+            records = ring.stop_taking() if is_last else ring.take()
+            try:
+                await asyncio.to_thread(writer.write, records)
+            except OSError as error:
+                return f"cannot be written: {error}"
+        return "the disk is slower than the records come" if ring.overflowed else ""
+
+
+def _say_if_it_failed(task: "asyncio.Task[None]") -> None:
+    """A fault of ours ends the file and nothing else; it must not do so unheard."""
+    if (error := task_fault(task)) is not None:
+        log.error("trace.task_failed", reason=repr(error))

@@ -99,7 +99,8 @@ class Registration:
     async def wait(self, timeout_s: float) -> bool:
         """Wait until everything was written for the first time; `False` if that took longer."""
         try:
-            await asyncio.wait_for(self._is_complete.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._is_complete.wait()
         except TimeoutError:
             return False
         return True
@@ -185,6 +186,7 @@ class Registration:
             await asyncio.sleep(delay_s)
             return
         try:
-            await asyncio.wait_for(self._news.wait(), delay_s)
+            async with asyncio.timeout(delay_s):
+                await self._news.wait()
         except TimeoutError:
             return

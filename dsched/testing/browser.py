@@ -150,7 +150,8 @@ class Page:
     async def stop_trace(self) -> list[dict[str, Any]]:
         """Return the events of the trace, in Chromium's form."""
         await self.call("Tracing.end")
-        await asyncio.wait_for(self._trace_done.wait(), 60)
+        async with asyncio.timeout(60):
+            await self._trace_done.wait()
         return self._trace
 
     async def close(self) -> None:
@@ -256,7 +257,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:
-        await asyncio.wait_for(process.wait(), 5)
+        async with asyncio.timeout(5):
+            await process.wait()
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

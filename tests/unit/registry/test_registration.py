@@ -320,3 +320,43 @@ def test_the_first_entries_can_be_waited_for() -> None:
 
     assert asyncio.run(scenario(is_reachable=True)) == (True, ["a", "b"])
     assert asyncio.run(scenario(is_reachable=False)) == (False, [])
+
+
+@pytest.mark.parametrize("num_turns", range(5))
+async def test_a_cancellation_that_meets_news_is_not_lost(num_turns: int) -> None:
+    """However many turns of the loop lie between them, it leaves and is over."""
+    registry = FlakyRegistry(ManualClock())
+    registration = Registration(registry, clock=ManualClock(), ttl_s=TTL_S)
+    registration.set("k", b"v")
+    running = asyncio.create_task(registration.run())
+    assert await registration.wait(30)
+    await asyncio.sleep(0)
+
+    registration.set("k", b"news")
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running], timeout=1)
+
+    assert running.cancelled()
+    assert registry.keys() == []
+
+
+@pytest.mark.parametrize("num_turns", range(3))
+async def test_a_cancellation_that_meets_the_first_entry_is_not_lost(num_turns: int) -> None:
+    """A start that waits for it is told to stop at that moment."""
+    clock = ManualClock()
+    registration = Registration(FlakyRegistry(clock), clock=clock, ttl_s=TTL_S)
+    registration.set("k", b"v")
+    waiting = asyncio.create_task(registration.wait(30))
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+    stepping = asyncio.create_task(registration.step())
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    is_over = waiting.done()
+    waiting.cancel()
+    await asyncio.wait([waiting, stepping])
+
+    assert waiting.cancelled() or is_over
