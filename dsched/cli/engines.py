@@ -32,7 +32,7 @@ from dsched.drivers.vllm.launcher import find_vllm_python, launch_vllm_engine
 from dsched.drivers.vllm.parallel import plan_servers
 from dsched.drivers.watch import EngineHints
 from dsched.errors import ConfigError
-from dsched.frontdoor.models import ServedModel, load_model
+from dsched.frontdoor.models import ServedModel, load_model, make_token_cache
 from dsched.frontdoor.renderer import TemplateRenderer
 from dsched.ids import EngineId
 from dsched.sim.driver import SimDriver
@@ -141,13 +141,21 @@ class FleetBuilder:
     def _served_model(self, pool_name: str, pool: PoolConfig, kinds: set[str]) -> ServedModel:
         model = pool.model
         if model.tokenizer is not None:
-            return load_model(model.name, Path(model.tokenizer), config=model)
+            return load_model(
+                model.name,
+                Path(model.tokenizer),
+                config=model,
+                token_cache_bytes=self._config.front_door.token_cache_bytes,
+            )
         if kinds == {"sim"}:
-            return sim_model(model.name)
+            return self._sim_model(model.name)
         raise ConfigError(
             f"$.pools.{pool_name}.model.tokenizer: needed for engines that are not simulated; "
             "give the model's folder or its tokenizer.json"
         )
+
+    def _sim_model(self, name: str) -> ServedModel:
+        return sim_model(name, token_cache_bytes=self._config.front_door.token_cache_bytes)
 
     def _add_server(self, engine_id: EngineId, engine: EngineConfig, *, model: str) -> None:
         if engine.url is None:
@@ -214,7 +222,7 @@ class FleetBuilder:
             engine_id = EngineId(f"sim-{index}")
             self._add_sim(engine_id, sim.model, _sim_config(sim, None))
             specs.append(EngineSpec(engine_id=engine_id, model=sim.model))
-        self.fleet.models[sim.model] = sim_model(sim.model)
+        self.fleet.models[sim.model] = self._sim_model(sim.model)
         return PoolSpec(name=LAUNCH_POOL, model=sim.model, engines=tuple(specs))
 
     async def _launch_pool(self, kind: Literal["vllm", "sglang"]) -> PoolSpec:
@@ -265,7 +273,10 @@ class FleetBuilder:
             tool_call_format=launch.tool_call_format,
             reasoning_format=launch.reasoning_format,
         )
-        self.fleet.models[name] = load_model(name, folder, config=chat)
+        cache_bytes = self._config.front_door.token_cache_bytes
+        self.fleet.models[name] = load_model(
+            name, folder, config=chat, token_cache_bytes=cache_bytes
+        )
         return PoolSpec(name=LAUNCH_POOL, model=name, engines=tuple(specs))
 
     def _planner(self, kind: Literal["vllm", "sglang"], engine_id: EngineId) -> PlanServers:
@@ -298,11 +309,12 @@ class FleetBuilder:
         return await make_tiny_model(folder, python=find_python(self._config.launch.python))
 
 
-def sim_model(name: str) -> ServedModel:
+def sim_model(name: str, *, token_cache_bytes: int = 0) -> ServedModel:
     """Tokenizer and chat template of the simulated engines."""
     tokenizer = build_sim_tokenizer()
-    renderer = TemplateRenderer(tokenizer, chat_template=CHAT_TEMPLATE)
-    return ServedModel(name=name, tokenizer=tokenizer, renderer=renderer)
+    cache = make_token_cache(token_cache_bytes)
+    renderer = TemplateRenderer(tokenizer, chat_template=CHAT_TEMPLATE, cache=cache)
+    return ServedModel(name=name, tokenizer=tokenizer, renderer=renderer, token_cache=cache)
 
 
 def _sim_config(sim: SimConfig, engine: EngineConfig | None) -> SimEngineConfig:

@@ -9,6 +9,7 @@ from dsched.drivers.kv_follower import KvFollower
 from dsched.drivers.reports import ReportReader
 from dsched.faults import JournalStatus, MembershipView
 from dsched.frontdoor.live_sampler import LiveSampler
+from dsched.frontdoor.models import ServedModel
 from dsched.frontdoor.stats import FrontDoorStats, LatencyHistogram
 from dsched.metrics import Sample
 from dsched.plugins import PolicySet
@@ -44,6 +45,19 @@ def front_door_samples(stats: FrontDoorStats) -> Iterator[Sample]:
         yield Sample(name="dsched_request_duration_seconds", value=each.duration, labels=label)
     for status, count in stats.num_refused.items():
         yield Sample(name="dsched_requests_refused_total", value=count, labels=(str(status),))
+
+
+def token_cache_samples(models: Mapping[str, ServedModel]) -> Iterator[Sample]:
+    """What of the prompts had been tokenised before."""
+    for name, model in models.items():
+        cache = model.token_cache
+        if cache is None:
+            continue
+        outcomes = {"hit": cache.num_hit_tokens, "miss": cache.num_missed_tokens}
+        for outcome, count in outcomes.items():
+            labels = (name, outcome)
+            yield Sample(name="dsched_token_cache_tokens_total", value=count, labels=labels)
+        yield Sample(name="dsched_token_cache_bytes", value=cache.num_bytes, labels=(name,))
 
 
 def controller_samples(controller: Controller) -> Iterator[Sample]:

@@ -32,6 +32,7 @@ from dsched.cli.metric_sources import (
     reader_samples,
     registry_samples,
     reload_samples,
+    token_cache_samples,
 )
 from dsched.cli.otel_setup import make_tracer
 from dsched.cli.policy_setup import PolicyReloader, make_policies
@@ -310,6 +311,7 @@ class Service:
         self.front_door_url = f"http://{self.config.front_door.host}:{self.front_door.bound_port}"
         self.admin_url = f"http://{self.config.admin.host}:{self.front_door.bound_admin_port}"
         exporter.add_source(lambda: front_door_samples(self.front_door.stats))
+        exporter.add_source(lambda: token_cache_samples(self.fleet.models))
         exporter.add_source(lambda: controller_samples(self.controller))
         exporter.add_source(lambda: local_engine_samples(self.fleet.keepers))
         exporter.add_source(lambda: kv_event_samples(self.kv_follower))

@@ -5,6 +5,10 @@ library does both: `encode` makes the ids of a conversation, in which the client
 control tokens stay text, and its stream processor turns the answer's token ids into reasoning,
 content and calls. A rendered text is never tokenised again.
 
+With a token cache dsched makes the ids itself: the library says where the rendered text holds its
+special tokens, and encodes what lies between two of them by itself, as if there were no added
+tokens. So these pieces can be looked up, and their ids are the library's.
+
 What stays dsched's: limits, stop bookkeeping, usage, one end a stream. Control tokens that the
 model emits never reach the library, which would show them. Temperature and `top_p` are the
 library's to decide, because thinking is made for certain ones. What the library would leave out
@@ -26,6 +30,8 @@ from dsched.frontdoor.errors import ApiError, bad_request
 from dsched.frontdoor.renderer import RenderedPrompt, control_spellings, encode_prompt
 from dsched.frontdoor.schema import ChatBody, stop_strings
 from dsched.frontdoor.text import Detokenizer, StopFinder
+from dsched.frontdoor.token_cache import TokenCache, encode_whole, is_usable
+from dsched.frontdoor.token_cuts import find_cuts
 from dsched.frontdoor.tools import asks_for_json, offered_tools
 
 if TYPE_CHECKING:
@@ -42,8 +48,11 @@ _FIELDS = ("tool_choice", "response_format", "reasoning_effort", "thinking", "to
 class DeepseekRenderer:
     """A `Renderer` of DeepSeek's own chat format."""
 
-    def __init__(self, tokenizer: Tokenizer, *, chat_format: ChatFormat) -> None:
-        """Hand the tokenizer to the library, and try it.
+    def __init__(
+        self, tokenizer: Tokenizer, *, chat_format: ChatFormat, cache: TokenCache | None = None
+    ) -> None:
+        """Hand the tokenizer to the library, and try it. `cache` is for this renderer's chats
+        alone; without, the library tokenises each of them whole.
 
         Raises:
             ConfigError: the extra is not installed, or this is not the format's tokenizer.
@@ -67,6 +76,10 @@ class DeepseekRenderer:
             deepseek_recipe.DeepseekV4Encoding() if is_v4 else deepseek_recipe.DeepseekV41Encoding()
         )
         self._encoding = encoding.with_tokenizer(self._tokenizer)
+        self._cache: TokenCache | None = None
+        if cache is not None and is_usable(find_cuts(tokenizer)):
+            self._cache = cache
+            self._bare = _without_added_tokens(tokenizer)
         # Ids of added tokens may leave a gap, so their number says nothing of the largest.
         self._vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         self._hidden_ids = self._find_control_ids(chat_format)
@@ -115,7 +128,7 @@ class DeepseekRenderer:
             rule = "the answer's grammar would rule thinking out; send thinking: {type: disabled}"
             raise bad_request(f"response_format: {rule}", param="response_format")
         try:
-            token_ids = self._encoding.encode(request.conversation)
+            token_ids = self._encode(request.conversation)
         except RuntimeError as error:
             rule = f"the model's chat format refused them: {error}"
             raise bad_request(f"messages: {rule}", param="messages") from error
@@ -126,6 +139,26 @@ class DeepseekRenderer:
             temperature=_rounded(options.temperature),
             top_p=_rounded(options.top_p),
         )
+
+    def _encode(self, conversation: "recipe.Conversation") -> list[int]:
+        if self._cache is None:
+            return self._encoding.encode(conversation)
+        rendered = self._encoding.render_conversation(conversation)
+        prompt = rendered.prompt
+        parts: list[str | int] = []
+        end = 0
+        for start, stop in rendered.special_ranges:
+            parts.append(prompt[end:start])
+            token_id = self._plain.token_to_id(prompt[start:stop])
+            if token_id is None:
+                return self._encoding.encode(conversation)  # the library says what is wrong
+            parts.append(token_id)
+            end = stop
+        parts.append(prompt[end:])
+        return self._cache.ids_of([part for part in parts if part != ""], self._encode_bare)
+
+    def _encode_bare(self, text: str) -> list[int]:
+        return encode_whole(self._bare, text, add_special_tokens=False)
 
     def _convert(self, body: ChatBody) -> "recipe.ConversationRequest":
         try:
@@ -281,6 +314,13 @@ class DeepseekParser:
         details = document.usage and document.usage.completion_tokens_details
         if details:
             self._num_reasoning_tokens = details.reasoning_tokens
+
+
+def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    document = json.loads(tokenizer.to_str())
+    document["added_tokens"] = []
+    document["post_processor"] = None
+    return Tokenizer.from_str(json.dumps(document))
 
 
 def _document(body: ChatBody) -> bytes:

@@ -11,6 +11,7 @@ from dsched.errors import ConfigError
 from dsched.frontdoor.deepseek import DeepseekRenderer
 from dsched.frontdoor.renderer import Renderer, load_renderer, load_tokenizer
 from dsched.frontdoor.text import TokenTexts
+from dsched.frontdoor.token_cache import TokenCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,6 +23,8 @@ class ServedModel:
     renderer: Renderer
     created_s: int = field(default_factory=wall_time_s)
     """Seconds since 1970, shown by `/v1/models`."""
+    token_cache: TokenCache | None = None
+    """What the renderer looks prompts up in; `None` if it tokenises all of them whole."""
     texts: TokenTexts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -29,22 +32,33 @@ class ServedModel:
 
 
 def load_model(
-    name: str, tokenizer_path: Path, *, config: ModelConfig | None = None
+    name: str,
+    tokenizer_path: Path,
+    *,
+    config: ModelConfig | None = None,
+    token_cache_bytes: int = 0,
 ) -> ServedModel:
     """Read a model's tokenizer and chat template from its folder or `tokenizer.json`; `config` says
-    how its chats are rendered and read.
+    how its chats are rendered and read. With `token_cache_bytes` prompts are looked up in a cache.
 
     Raises:
         ConfigError: a file is missing or cannot be used, or keys contradict each other.
     """
     tokenizer = load_tokenizer(tokenizer_path)
     config = config or ModelConfig(name=name)
-    return ServedModel(
-        name=name, tokenizer=tokenizer, renderer=_make_renderer(tokenizer_path, tokenizer, config)
-    )
+    cache = make_token_cache(token_cache_bytes)
+    renderer = _make_renderer(tokenizer_path, tokenizer, config, cache)
+    return ServedModel(name=name, tokenizer=tokenizer, renderer=renderer, token_cache=cache)
 
 
-def _make_renderer(path: Path, tokenizer: Tokenizer, config: ModelConfig) -> Renderer:
+def make_token_cache(max_bytes: int) -> TokenCache | None:
+    """Make the token cache of one model; 0 bytes are none."""
+    return TokenCache(max_bytes) if max_bytes else None
+
+
+def _make_renderer(
+    path: Path, tokenizer: Tokenizer, config: ModelConfig, cache: TokenCache | None
+) -> Renderer:
     if config.chat_format == "template":
         return load_renderer(
             path,
@@ -52,8 +66,9 @@ def _make_renderer(path: Path, tokenizer: Tokenizer, config: ModelConfig) -> Ren
             template_path=Path(config.chat_template) if config.chat_template else None,
             tool_call_format=config.tool_call_format,
             reasoning_format=config.reasoning_format,
+            cache=cache,
         )
     for key in ("chat_template", "tool_call_format", "reasoning_format"):
         if getattr(config, key) is not None:
             raise ConfigError(f"{key}: has no meaning with chat_format {config.chat_format}")
-    return DeepseekRenderer(tokenizer, chat_format=config.chat_format)
+    return DeepseekRenderer(tokenizer, chat_format=config.chat_format, cache=cache)

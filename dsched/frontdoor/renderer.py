@@ -7,6 +7,7 @@ A client's text must not become control tokens: `<|im_end|>` typed by a user is 
 the user's turn. So before a template is filled, the control tokens' spellings in messages are
 replaced by marks that no text contains, and afterwards each mark is encoded as plain text. All
 other text goes through the template and the tokenizer unchanged, so the ids equal the engine's own.
+What was tokenised before is looked up; see `token_cache`.
 A prompt of `/v1/completions` is the client's own template: there, spellings do become tokens.
 """
 
@@ -36,6 +37,8 @@ from dsched.frontdoor.forced_calls import (
 from dsched.frontdoor.hermes import THINK_START, TextParser, TextReader, special_markers
 from dsched.frontdoor.schema import ChatBody
 from dsched.frontdoor.text import Detokenizer, StopFinder
+from dsched.frontdoor.token_cache import PromptEncoder, TokenCache, encode_whole
+from dsched.frontdoor.token_cuts import spelling_pattern
 from dsched.frontdoor.tools import asks_for_json, offered_tools, template_message
 
 DEFAULT_CHAT_TEMPLATE = (
@@ -111,9 +114,11 @@ class TemplateRenderer:
         special_tokens: Mapping[str, str] | None = None,
         tool_call_format: ToolCallFormat | None = None,
         reasoning_format: ReasoningFormat | None = None,
+        cache: TokenCache | None = None,
     ) -> None:
         """Compile `chat_template`; `special_tokens` are its variables, as `bos_token`. Answers are
-        read by `tool_call_format` and `reasoning_format`; without, they are all text.
+        read by `tool_call_format` and `reasoning_format`; without, they are all text. `cache` is
+        for this renderer alone; without, every prompt is tokenised whole.
 
         Raises:
             ConfigError: the template is not valid Jinja.
@@ -121,7 +126,7 @@ class TemplateRenderer:
         self._tool_call_format = tool_call_format
         self._has_reasoning = reasoning_format is not None
         self._marker_texts = special_markers(tokenizer)
-        self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer, cache=cache)
         self._plain = Tokenizer.from_str(tokenizer.to_str())
         self._plain.encode_special_tokens = True
         self._variables = dict(special_tokens or {})
@@ -135,12 +140,10 @@ class TemplateRenderer:
         except jinja2.TemplateError as error:
             raise ConfigError(f"chat template: {error}") from error
         spellings = control_spellings(tokenizer)
-        # Longest first: where one spelling begins another, the longer one is the token.
-        ordered = sorted(spellings, key=lambda each: (-len(each), each))
-        self._control = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+        self._control = spelling_pattern(spellings) if spellings else None
 
     def encode_text(self, text: str) -> list[int]:
-        return encode_prompt(self._tokenizer, text)
+        return self._encoder.encode(text, add_special_tokens=True)
 
     def check_chat(self, body: ChatBody) -> None:
         if offered_tools(body) is None:
@@ -233,14 +236,14 @@ class TemplateRenderer:
 
     def _encode_marked(self, rendered: str, mark: str | None, spellings: list[str]) -> list[int]:
         if mark is None:
-            return _encode(self._tokenizer, rendered, add_special_tokens=False)
+            return self._encoder.encode(rendered, add_special_tokens=False)
         ids: list[int] = []
         for place, piece in enumerate(rendered.split(mark)):
             # Marks come in pairs around a number, so every second piece is one.
             if place % 2 and piece.isdigit() and int(piece) < len(spellings):
-                ids += _encode(self._plain, spellings[int(piece)], add_special_tokens=False)
+                ids += encode_whole(self._plain, spellings[int(piece)], add_special_tokens=False)
             elif piece:
-                ids += _encode(self._tokenizer, piece, add_special_tokens=False)
+                ids += self._encoder.encode(piece, add_special_tokens=False)
         return ids
 
     def _mark(self, values: "_Json", control: re.Pattern[str]) -> tuple["_Json", str, list[str]]:
@@ -284,15 +287,7 @@ def _forced_reader(forced: ForcedCalls, builder: MessageBuilder) -> ForcedCallRe
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a text that stands for itself, special tokens included."""
-    return _encode(tokenizer, text, add_special_tokens=True)
-
-
-def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    # The batch call is the one that can leave out where each token lies in the text, which takes a
-    # quarter of the time and nobody asks for.
-    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    ids: list[int] = encoding.ids
-    return ids
+    return encode_whole(tokenizer, text, add_special_tokens=True)
 
 
 def control_spellings(tokenizer: Tokenizer) -> list[str]:
@@ -321,11 +316,12 @@ def load_renderer(
     template_path: Path | None = None,
     tool_call_format: ToolCallFormat | None = None,
     reasoning_format: ReasoningFormat | None = None,
+    cache: TokenCache | None = None,
 ) -> TemplateRenderer:
     """Make a renderer from a model folder's `tokenizer_config.json` and `chat_template.jinja`.
 
     `template_path` goes before both; without any template the default is ChatML. For the formats
-    see `TemplateRenderer`.
+    and the cache see `TemplateRenderer`.
 
     Raises:
         ConfigError: a file cannot be read, or the template is not valid.
@@ -346,6 +342,7 @@ def load_renderer(
         special_tokens=_special_tokens(config),
         tool_call_format=tool_call_format,
         reasoning_format=reasoning_format,
+        cache=cache,
     )
 
 

@@ -58,6 +58,13 @@ _METRICS = (
     _counter(
         "dsched_cached_prompt_tokens_total", "Prompt tokens that came from prefix reuse.", "model"
     ),
+    _counter(
+        "dsched_token_cache_tokens_total",
+        "Prompt tokens that were looked for in the token cache, by whether they were there.",
+        "model",
+        "outcome",
+    ),
+    _gauge("dsched_token_cache_bytes", "Memory that the token cache uses.", "model"),
     _counter("dsched_output_tokens_total", "Tokens sent to clients.", "model"),
     _histogram(
         "dsched_ttft_seconds",
