@@ -17,14 +17,12 @@ that is gone. A lower number with a later time is a restarted publisher: forgott
 State: mutable. A message costs O(tokens in it), a look-up O(blocks of the prompt).
 """
 
+from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
-
-import numpy as np
-from numpy.typing import NDArray
 
 from dsched.routing.kv_events import (
     GPU_MEDIUM,
@@ -38,6 +36,9 @@ from dsched.routing.kv_events import (
 
 DEFAULT_MAX_BLOCKS = 4_000_000
 """Blocks remembered over all workers. More: gigabytes. What does not fit is not known as cached."""
+_PIECE_BLOCKS = 64
+"""Blocks whose tokens are laid out at once. Below: the calls cost more than the hashes. Above: a
+prompt that nobody has cached is laid out for nothing."""
 MAX_WAITING_BATCHES = 10_000
 """Messages that wait for a replay, a worker; as many as the publishers keep."""
 
@@ -139,24 +140,23 @@ class PrefixIndex:
         """[W] leading tokens of the prompt that each worker has cached. Whole blocks only."""
         cached = [0] * len(self._workers)
         sizes = {state.block_tokens for state in self._workers if state.block_tokens}
-        tokens = np.asarray(prompt_token_ids, np.int64)
         for block_tokens in sorted(sizes):
             alive = sum(
                 1 << worker
                 for worker, state in enumerate(self._workers)
                 if state.block_tokens == block_tokens
             )
-            key = _root(block_tokens)
-            for end in range(block_tokens, len(tokens) + 1, block_tokens):
-                key = _child(key, tokens[end - block_tokens : end])
+            keys = _keys(_root(block_tokens), prompt_token_ids, block_tokens)
+            for block, key in enumerate(keys):
                 still = alive & self._holders.get(key, 0)
-                for worker in _bits(alive & ~still):
-                    cached[worker] = end - block_tokens
-                alive = still
-                if not alive:
-                    break
+                if still != alive:
+                    for worker in _bits(alive & ~still):
+                        cached[worker] = block * block_tokens
+                    alive = still
+                    if not alive:
+                        break
             for worker in _bits(alive):
-                cached[worker] = len(tokens) // block_tokens * block_tokens
+                cached[worker] = len(prompt_token_ids) // block_tokens * block_tokens
         return cached
 
     # ---- inside
@@ -189,14 +189,12 @@ class PrefixIndex:
             key: bytes | None = _root(event.block_tokens)
         else:
             key = state.keys.get(event.parent_block_hash)
-        if key is None or not event.is_plain:
+        if key is None or not event.is_plain or not _are_ids(event.token_ids):
             self.num_dropped_blocks += len(event.block_hashes)
             return
         state.block_tokens = event.block_tokens
-        tokens = np.asarray(event.token_ids, np.int64)
-        for index, block_hash in enumerate(event.block_hashes):
-            start = index * event.block_tokens
-            key = _child(key, tokens[start : start + event.block_tokens])
+        keys = _keys(key, event.token_ids, event.block_tokens)
+        for index, (block_hash, key) in enumerate(zip(event.block_hashes, keys, strict=True)):
             if block_hash in state.keys:
                 continue
             if self._num_blocks >= self._max_blocks:
@@ -238,8 +236,21 @@ def _root(block_tokens: int) -> bytes:
     return b"root" + block_tokens.to_bytes(8, "big")
 
 
-def _child(parent: bytes, tokens: NDArray[np.int64]) -> bytes:
-    return blake2b(parent + tokens.tobytes(), digest_size=16).digest()
+def _are_ids(token_ids: Sequence[int]) -> bool:
+    """Whether these can stand in a prompt: ids are kept in 32 bits everywhere."""
+    return not token_ids or -(1 << 31) <= min(token_ids) <= max(token_ids) < 1 << 31
+
+
+def _keys(parent: bytes, token_ids: Sequence[int], block_tokens: int) -> Iterator[bytes]:
+    """Yield the key of each whole block of `token_ids` behind `parent`."""
+    num_whole = len(token_ids) // block_tokens * block_tokens
+    piece_tokens = _PIECE_BLOCKS * block_tokens
+    for start in range(0, num_whole, piece_tokens):
+        piece = array("i", token_ids[start : min(start + piece_tokens, num_whole)])
+        data, size = piece.tobytes(), block_tokens * piece.itemsize
+        for place in range(0, len(data), size):
+            parent = blake2b(parent + data[place : place + size], digest_size=16).digest()
+            yield parent
 
 
 def _bits(mask: int) -> list[int]:

@@ -215,3 +215,46 @@ def test_frames_of_publishers_and_of_replays() -> None:
         read_message((b"x",))
     with pytest.raises(ValueError, match="first_seq is -1"):
         replay_request(-1)
+
+
+@pytest.mark.parametrize("block_tokens", [1, 3])
+@pytest.mark.parametrize("num_known", [0, 1, 63, 64, 65, 128, 199])
+def test_long_prompts_are_followed_to_the_last_known_block(
+    block_tokens: int, num_known: int
+) -> None:
+    """However many blocks are laid out at once, and in whichever events they came."""
+    tokens = tuple(range(7, 7 + 200 * block_tokens))
+    index = PrefixIndex(num_workers=2)
+    for block in range(num_known):
+        event = BlocksStored(
+            block_hashes=(block,),
+            parent_block_hash=block - 1 if block else None,
+            token_ids=tokens[block * block_tokens : (block + 1) * block_tokens],
+            block_tokens=block_tokens,
+        )
+        index.apply_batch(0, block, batch(event))
+    whole = BlocksStored(
+        block_hashes=tuple(range(200)),
+        parent_block_hash=None,
+        token_ids=tokens,
+        block_tokens=block_tokens,
+    )
+    index.apply_batch(1, 0, batch(whole))
+
+    assert index.cached_tokens(tokens) == [num_known * block_tokens, 200 * block_tokens]
+
+
+def test_ids_of_no_vocabulary_are_not_remembered() -> None:
+    """They cannot stand in a prompt; counted with what has no place."""
+    index = PrefixIndex(num_workers=1)
+    event = BlocksStored(
+        block_hashes=(1, 2),
+        parent_block_hash=None,
+        token_ids=(5, 1 << 31),
+        block_tokens=1,
+    )
+
+    index.apply_batch(0, 0, batch(event))
+
+    assert (index.num_dropped_blocks, index.num_blocks) == (2, 0)
+    assert index.cached_tokens((5,)) == [0]
