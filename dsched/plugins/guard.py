@@ -14,13 +14,13 @@ structlog is imported with the first guard that has no log of its own: an engine
 lack it.
 """
 
-import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 from dsched.clock import Clock, SystemClock
@@ -89,32 +89,39 @@ class _Call:
 
 
 class _Runner:
-    """A thread that runs one call after the other, and can be left behind."""
+    """A thread that runs one call after the other, and can be left behind.
+
+    An interruption comes up between any two instructions of Python, so what both sides wait for is
+    written in C: a `threading.Semaphore` may be left with its lock held for ever.
+    """
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._clock = clock
-        self._wake = threading.Semaphore(0)
-        self._call: _Call | None = None
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        """`None` wakes a thread that is to end."""
         self._is_closed = False
+        self._is_ending = threading.Lock()
+        """Taken for good by the thread that ends: an interruption would come up outside of it."""
         self._thread = threading.Thread(target=self._run, name=f"policy {name}", daemon=True)
         self._thread.start()
 
     def run(self, function: Callable[[], object], *, timeout_s: float) -> _Call | None:
         """Run `function`; `None` when it is not done in time. Then this runner is used up."""
         call = _Call(function, threading.Event())
-        self._call = call
-        self._wake.release()
+        self._calls.put(call)
         return call if call.done.wait(timeout_s) else None
 
     def interrupt(self) -> None:
         """End what runs, as soon as Python gets to run an instruction of it, and the thread."""
         self._is_closed = True
-        identity = self._thread.ident
-        if identity is not None and self._thread.is_alive():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(identity), ctypes.py_object(_PolicyInterrupt)
-            )
-        self._wake.release()  # it may have answered meanwhile and be waiting for the next call
+        if self._is_ending.acquire(blocking=False):
+            try:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(_PolicyInterrupt)
+                )
+            finally:
+                self._is_ending.release()
+        self._calls.put(None)  # it may have answered meanwhile and be waiting for the next call
 
     @property
     def is_alive(self) -> bool:
@@ -123,15 +130,23 @@ class _Runner:
     def close(self) -> None:
         """End the thread when it is idle."""
         self._is_closed = True
-        self._wake.release()
+        self._calls.put(None)
 
     def _run(self) -> None:
-        with contextlib.suppress(_PolicyInterrupt):
-            while not self._is_closed:  # also after an interruption that the policy caught
-                self._wake.acquire()
-                call = self._call
-                if call is not None and not self._is_closed:
-                    _execute(call, self._clock)
+        try:
+            try:
+                self._answer_calls()
+            finally:
+                # One that was sent before this comes up here at the latest.
+                self._is_ending.acquire()
+        except _PolicyInterrupt:
+            pass
+
+    def _answer_calls(self) -> None:
+        while not self._is_closed:  # also after an interruption that the policy caught
+            call = self._calls.get()
+            if call is not None and not self._is_closed:
+                _execute(call, self._clock)
 
 
 def _execute(call: _Call, clock: Clock) -> None:
@@ -242,7 +257,10 @@ class PolicyGuard(Generic[Policy]):
             call.took_ns = self._machine.now_ns() - start_ns
             return call
         if self._runner is None:
-            self._runner = _Runner(self.name, self._machine)
+            try:
+                self._runner = _Runner(self.name, self._machine)
+            except RuntimeError as error:  # the system has no thread left
+                return _Call(function, threading.Event(), error=brief(error))
         call_or_none = self._runner.run(function, timeout_s=self._budget_ns / 1e9)
         if call_or_none is None:
             self._runner.interrupt()

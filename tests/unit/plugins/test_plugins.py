@@ -199,6 +199,101 @@ def test_a_policy_that_answers_just_too_late_leaves_no_thread() -> None:
     assert policy_threads() == []
 
 
+def test_a_policy_thread_that_is_interrupted_as_it_takes_a_lock_holds_nobody_up() -> None:
+    """A lock of the standard library that is written in Python would be left taken for ever."""
+    switch_interval_s = sys.getswitchinterval()
+
+    def answer_late() -> int:
+        end_ns = time.monotonic_ns() + 50_000_000
+        while time.monotonic_ns() < end_ns:  # keeps the interpreter's lock meanwhile
+            pass
+        return 1
+
+    def wait_for_interruption(frame: Any, event: str, _: object) -> None:  # noqa: ANN401
+        if (
+            event == "return"
+            and frame.f_code is threading.Condition.__enter__.__code__
+            and frame.f_back.f_code is not threading.Event.set.__code__  # whose waiter has left
+        ):
+            for _ in range(3_000):
+                time.sleep(0.01)
+
+    def choose() -> None:
+        threading.setprofile(wait_for_interruption)
+        sys.setswitchinterval(30.0)
+        ask(Picker(answer_late), budget_ns=5_000_000)
+
+    asking = threading.Thread(target=choose, daemon=True)
+    try:
+        asking.start()
+        asking.join(10)
+    finally:
+        threading.setprofile(None)
+        sys.setswitchinterval(switch_interval_s)
+    wait_for_policy_threads()
+
+    assert not asking.is_alive()
+    assert policy_threads() == []
+
+
+def test_a_policy_that_has_ended_is_not_interrupted_outside_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first interruption it catches; the second comes when its thread is about to end."""
+    caught, goes_on, is_ending, is_told = (threading.Event() for _ in range(4))
+    escaped: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", escaped.append)
+
+    def answer_late() -> int:
+        try:
+            loop_forever()
+        except BaseException:
+            caught.set()
+        goes_on.wait(30)
+        return 1
+
+    def hold_the_end(frame: Any, event: str, _: object) -> None:  # noqa: ANN401
+        if event == "return" and frame.f_code is threading.Thread.run.__code__:
+            is_ending.set()
+            is_told.wait(30)
+
+    guard: PolicyGuard[Any] = PolicyGuard(Picker(answer_late), budget_ns=5_000_000)
+    policies = RoutingPolicies([(guard, 1.0)])
+    threading.setprofile(hold_the_end)
+    try:
+        policies.choose(REQUEST, candidates())
+    finally:
+        threading.setprofile(None)
+    assert caught.wait(30)
+    goes_on.set()
+    assert is_ending.wait(30)
+
+    guard.policy.answer = 1
+    policies.choose(REQUEST, candidates())
+    is_told.set()
+    policies.close()
+    wait_for_policy_threads()
+
+    assert policy_threads() == []
+    assert escaped == []
+
+
+def test_a_system_without_threads_costs_one_preference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a bad policy does; when there are threads again it is asked."""
+    policies = RoutingPolicies([(PolicyGuard[Any](Picker(1), budget_ns=30_000_000_000), 1.0)])
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    first = policies.choose(REQUEST, candidates())
+    monkeypatch.undo()
+    second = policies.choose(REQUEST, candidates())
+    policies.close()
+
+    assert (first, second) == (None, (1, "picker"))
+
+
 def test_threads_that_do_not_end_are_few() -> None:
     """A policy that catches its interruption is asked no more while three of its calls run."""
     is_over = threading.Event()
@@ -231,10 +326,11 @@ def test_the_guard_works_after_a_timeout() -> None:
     answers = iter([loop_forever, 1])
     policy = Picker()
     policy.answer = lambda: (lambda a: a() if callable(a) else a)(next(answers))
-    guard: PolicyGuard[Any] = PolicyGuard(policy, budget_ns=500_000_000)
+    guard: PolicyGuard[Any] = PolicyGuard(policy, budget_ns=20_000_000)
     policies = RoutingPolicies([(guard, 1.0)])
 
     first = policies.choose(REQUEST, candidates())
+    guard._budget_ns = 30_000_000_000  # a busy machine is no reason to fail
     second = policies.choose(REQUEST, candidates())
     policies.close()
 
