@@ -76,7 +76,7 @@ class ChunkControl:
         self.weights = weights
         """An operator's policy for the shares of the length buckets; `None` leaves them."""
         self.is_on = True
-        """Cleared by a command that returns chunks to the engine."""
+        """Cleared by a budget of nothing, which returns chunks to the engine."""
         self.num_plans = 0
         """Steps planned."""
         self.num_fallbacks = 0
@@ -105,6 +105,13 @@ class ChunkControl:
     def chunks(self) -> Mapping[str, int]:
         """The planned chunks of the step that is being scheduled, by request id."""
         return self._chunk_of
+
+    def set_budget(self, step_budget_ns: int | None) -> None:
+        """Plan steps of this time from the next on; `None` or 0 leaves them to vLLM."""
+        if step_budget_ns:
+            self.planner.budget_seconds = step_budget_ns / 1e9
+        self.is_on = bool(step_budget_ns)
+        log.info("chunks.budget_set ns=%s", step_budget_ns)
 
     def add(self, request: Any) -> None:
         """Plan for a request from now on. One that cannot be planned for is vLLM's."""
@@ -283,6 +290,8 @@ class ChunkingMixin(SchedulerMixin):
     _dsched_chunks: ChunkControl | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # The agent begins to hear commands before there are chunks to control.
+        self._dsched_budgets: deque[SetStepBudget] = deque(maxlen=1)
         super().__init__(*args, **kwargs)
         try:
             self._dsched_chunks = make_chunk_control(self, chunk_settings_from_environment())
@@ -298,6 +307,8 @@ class ChunkingMixin(SchedulerMixin):
         if self._dsched_chunks is None:
             return super().schedule(*args, **kwargs)
         try:
+            if self._dsched_budgets:
+                self._dsched_chunks.set_budget(self._dsched_budgets.pop().step_budget_ns)
             self._dsched_chunks.before_schedule(self)
         except Exception as error:  # the door: a step must not fail through us
             self._dsched_switch_off(CHUNK_BUDGET, error)
@@ -375,14 +386,9 @@ class ChunkingMixin(SchedulerMixin):
         super()._dsched_switch_off(feature, error)
 
     def _dsched_on_command(self, command: AgentCommand) -> None:
-        """Runs on the agent's thread; sets plain attributes, which the next plan reads."""
-        chunks = self._dsched_chunks
-        if not isinstance(command, SetStepBudget) or chunks is None:
-            return
-        if command.step_budget_ns:
-            chunks.planner.budget_seconds = command.step_budget_ns / 1e9
-        chunks.is_on = bool(command.step_budget_ns)
-        log.info("chunks.budget_set ns=%s", command.step_budget_ns)
+        """Runs on the agent's thread; the next step takes the last budget that came."""
+        if isinstance(command, SetStepBudget):
+            self._dsched_budgets.append(command)
 
 
 def make_chunk_control(scheduler: Any, settings: ChunkSettings) -> ChunkControl | None:

@@ -323,6 +323,58 @@ def test_command_changes_the_budget() -> None:
     assert control_of(scheduler).num_fallbacks == 0
 
 
+@pytest.mark.usefixtures("budget")
+def test_a_command_that_comes_while_the_scheduler_is_made_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """dsched answers an agent's first hello at once; compiling the planner takes seconds."""
+    own = chunking.make_chunk_control
+
+    def make(scheduler: Scheduler, settings: ChunkSettings) -> ChunkControl | None:
+        scheduler._dsched_on_command(SetStepBudget(epoch=0, step_budget_ns=200_000_000))
+        scheduler._dsched_on_command(SetStepBudget(epoch=0, step_budget_ns=50_000_000))
+        return own(scheduler, settings)
+
+    monkeypatch.setattr(chunking, "make_chunk_control", make)
+    scheduler = Scheduler()
+    scheduler.add_request(FakeRequest("a", 10_000))
+
+    assert step(scheduler) == {"a": 384}
+
+
+@pytest.mark.usefixtures("budget")
+def test_commands_that_come_in_the_middle_of_a_step_do_not_end_the_control() -> None:
+    """Off and on again after each look of a step."""
+    scheduler = Scheduler()
+    control = control_of(scheduler)
+    commands = [
+        SetStepBudget(epoch=0, step_budget_ns=None),
+        SetStepBudget(epoch=0, step_budget_ns=100_000_000),
+    ]
+
+    class Watched(ChunkControl):
+        """Commands come after each look at whether chunks are planned."""
+
+        @property
+        def is_on(self) -> bool:
+            is_on = self.__dict__["is_on"]
+            scheduler._dsched_on_command(commands[0] if is_on else commands[1])
+            return is_on
+
+        @is_on.setter
+        def is_on(self, value: bool) -> None:
+            self.__dict__["is_on"] = value
+
+    control.__class__ = Watched
+    scheduler.add_request(FakeRequest("a", 100_000))
+    for _ in range(4):
+        step(scheduler)
+    control.__class__ = ChunkControl
+    scheduler._dsched_on_command(commands[1])
+
+    assert step(scheduler) == {"a": 960}
+
+
 def test_measured_steps_teach_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time from the end of scheduling to the update, less what the step before still took."""
     monkeypatch.delenv("DSCHED_ENDPOINT", raising=False)
