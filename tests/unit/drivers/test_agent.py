@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import select
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -379,6 +381,40 @@ async def test_unusable_endpoint_switches_the_agent_off_and_nothing_else(
         "agent.disturbed",
         "agent.failed",
     ]
+
+
+async def test_news_shorten_no_pause_after_a_fault(agents: MakeAgent) -> None:
+    """They would have the agent give up within milliseconds; `close` does end a pause."""
+    agent = agents("tcp://not a host", retry_ns=600_000 * MS)
+    await until(lambda: agent.num_errors == 1)
+
+    agent.drop_feature(LOAD_REPORTS)
+    await until(lambda: agent.state is AgentState.FAILED or not has_bytes(agent._wake_read))
+
+    assert agent.num_errors == 1
+    assert agent.state is AgentState.RUNNING
+    await asyncio.to_thread(agent.close, 10)
+    assert agent.state is AgentState.CLOSED
+
+
+def has_bytes(descriptor: int) -> bool:
+    return bool(select.select([descriptor], [], [], 0)[0])
+
+
+def test_agent_that_cannot_be_started_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a system that has no thread left; steps cost nothing, and no descriptor is left open."""
+    agent = Agent(endpoint="tcp://127.0.0.1:9", hello=make_hello())
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    agent.start()
+    agent.record_step(make_record(1))
+    agent.close()
+
+    assert agent.state is AgentState.FAILED
+    assert agent._wake_read == agent._wake_write == -1
 
 
 async def test_lost_feature_ends_the_reports_and_is_named(
