@@ -156,6 +156,10 @@ class TokenJournal(Protocol):
         ...
 
 
+TokenPiece = tuple[int, int, bytes]
+"""Row of a request in the file, index of the first token, token ids as 32-bit numbers."""
+
+
 class JournalEntry:
     """One request in memory. `tokens` only grows."""
 
@@ -166,8 +170,8 @@ class JournalEntry:
         "is_dirty",
         "model",
         "num_attempts_written",
+        "num_own_tokens",
         "num_prompt_tokens",
-        "num_tokens_written",
         "open_epoch",
         "prompt_token_ids",
         "request_id",
@@ -197,16 +201,16 @@ class JournalEntry:
         """Something waits for the file, or there is no file; then nobody needs to hear again."""
         self.is_abandoned = False
         """The file was away too long: this request stays out of it."""
-        # What the file has. Owned by the thread that writes it.
+        # What the file has in this request's own rows. Set by the thread that writes it.
         self.row_id: int | None = None
         self.num_attempts_written = 0
-        self.num_tokens_written = 0
+        self.num_own_tokens = 0
 
     def forget_file(self) -> None:
         """The file is gone: everything has to be written again."""
         self.row_id = None
         self.num_attempts_written = 0
-        self.num_tokens_written = 0
+        self.num_own_tokens = 0
 
     def to_record(self) -> RequestRecord:
         """Return an unchanging copy."""
@@ -313,12 +317,15 @@ class MemoryJournal:
                 f"request {request_id}: tokens from {first_index}, expected {len(tokens)}"
             )
         try:
-            # Through a new array: a value out of range must not leave half of the tokens behind.
-            tokens.extend(array("i", token_ids))
+            # Apart: a value out of range must not leave half of the tokens behind.
+            new = array("i", token_ids)
         except OverflowError as error:
             raise ValueError(f"a token id of {request_id} is above {MAX_TOKEN_ID}") from error
-        if not entry.is_dirty:
-            self._on_changed(entry)
+        tokens.extend(new)
+        # In this order: the writer sets `row_id`, then looks for tokens that came meanwhile.
+        row_id = entry.row_id
+        if row_id is not None:
+            self._on_tokens((row_id, first_index, new.tobytes()))
         return True
 
     def finish(self, request_id: RequestId, *, reason: str) -> None:
@@ -382,6 +389,9 @@ class MemoryJournal:
 
     def _on_changed(self, entry: JournalEntry) -> None:
         """Hear that an entry has something that the file lacks."""
+
+    def _on_tokens(self, piece: TokenPiece) -> None:
+        """Hear of tokens of an entry that the file has."""
 
     def _on_finished(self, entry: JournalEntry) -> None:
         entry.prompt_token_ids = ()

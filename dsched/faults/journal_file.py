@@ -6,12 +6,14 @@ interval is one row; the tokens that all others got in an interval are one row t
 nobody has to read through many of these to find one request, its tokens are gathered in a row of
 its own at its end, and every `GATHER_FLUSHES` flushes before it.
 
-The thread that records never waits for the disk. It only lists the entries that changed; the writer
-copies from each entry what the file lacks. So memory is always ahead of the file, by at most the
-flush interval while `status().is_durable` is true, and a file that was lost can be written again
-from memory. When the file cannot be written (locked, full, truncated, deleted), dsched serves on,
-`status()` says why, and the writer tries again once a second. A damaged file is set aside under the
-name `*.damaged`, never deleted.
+The thread that records never waits for the disk. It only lists the entries that changed otherwise
+than by tokens, and the tokens of those that the file has; from a listed entry the writer copies
+what the file lacks. Most of what happens is tokens, and the writer, whose work in Python holds up
+the thread that records, passes them on without looking at them one by one. So memory is always
+ahead of the file, by at most the flush interval while `status().is_durable` is true, and a file
+that was lost can be written again from memory. When the file cannot be written (locked, full,
+truncated, deleted), dsched serves on, `status()` says why, and the writer tries again once a
+second. A damaged file is set aside under the name `*.damaged`, never deleted.
 
 A killed process loses at most the flush interval; a power cut also what the system had not written,
 unless `sync_full`. Several processes may share one file; each row carries its owner.
@@ -22,7 +24,7 @@ import sqlite3
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from functools import cache
 from itertools import chain
@@ -40,11 +42,14 @@ from dsched.faults.journal import (
     JournalStatus,
     MemoryJournal,
     RequestRecord,
+    TokenPiece,
 )
 from dsched.ids import AttemptId, DpRank, EngineId, RankId, RequestId
 from dsched.sqlite_wal import use_write_ahead_log
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
+READABLE_VERSIONS = (5, SCHEMA_VERSION)
+"""Format 5 had the same tables, but no token twice, as 6 may (see `_join`)."""
 RETRY_INTERVAL_S = 1.0
 EXPIRE_INTERVAL_S = 10
 MAX_EXPIRED_PER_PASS = 512
@@ -116,7 +121,7 @@ UPDATE_ENDS = (
 
 _encode_json = msgspec.json.Encoder().encode
 _encode_pieces = msgspec.msgpack.Encoder().encode
-_decode_pieces = msgspec.msgpack.Decoder(list[tuple[int, int, bytes]]).decode
+_decode_pieces = msgspec.msgpack.Decoder(list[TokenPiece]).decode
 
 
 class SqliteJournal(MemoryJournal):
@@ -152,6 +157,7 @@ class SqliteJournal(MemoryJournal):
         # Shared with the writer. Appending and popping at the ends needs no lock; an entry that is
         # in it twice is written once.
         self._dirty: deque[JournalEntry] = deque()
+        self._pieces: list[TokenPiece] = []
         # Shared with the writer, under the lock.
         self._lock = threading.Lock()
         self._ended: dict[RequestId, JournalEntry] = {}
@@ -200,7 +206,7 @@ class SqliteJournal(MemoryJournal):
             num_open_requests=len(self._entries),
             num_recorded_tokens=self._num_recorded_tokens(),
             num_fenced_tokens=self._num_fenced_tokens,
-            num_pending_requests=len(self._dirty),
+            num_pending_requests=len(self._dirty) + len({row_id for row_id, _, _ in self._pieces}),
             num_write_errors=self._num_write_errors,
             num_dropped_requests=self._num_dropped_requests,
         )
@@ -235,6 +241,11 @@ class SqliteJournal(MemoryJournal):
         if not self._has_work.is_set():
             self._has_work.set()
 
+    def _on_tokens(self, piece: TokenPiece) -> None:
+        self._pieces.append(piece)
+        if not self._has_work.is_set():
+            self._has_work.set()
+
     def _on_finished(self, entry: JournalEntry) -> None:
         self._known_ids[entry.request_id] = None
         if len(self._known_ids) > self._max_retained_requests:
@@ -263,14 +274,25 @@ class SqliteJournal(MemoryJournal):
         self._file.close()
 
     def _write_all(self) -> bool:
-        """Write until nothing is left; `False` after an error. Wakes everyone in `flush`."""
+        """Write what changed before; `False` after an error. Wakes everyone in `flush`."""
         with self._lock:
             # Together: a `flush` that is served here must not wake the writer for nothing.
             self._has_work.clear()
             waiters, self._waiters = self._waiters, []
         is_written = self._open_file()
-        while is_written and (batch := self._take_batch()):
-            is_written = self._write_batch(batch)
+        # First the tokens: the entries listed by now have the attempts that these came from. What
+        # changes meanwhile waits for the next flush: under load there is always something.
+        pieces = self._take_pieces()
+        num_left = len(self._dirty)
+        while is_written and (num_left > 0 or pieces):
+            num_taken = min(num_left, self._max_batch_requests)
+            num_left -= num_taken
+            # The tokens with the last batch: what comes before them is in the file then.
+            is_written = self._write_batch(
+                self._take_batch(num_taken), pieces if num_left == 0 else []
+            )
+            if num_left == 0:
+                pieces = []
         if is_written:
             is_written = self._keep_house()
         with self._lock:
@@ -289,18 +311,24 @@ class SqliteJournal(MemoryJournal):
             self._write_everything_again()
         return True
 
-    def _take_batch(self) -> list[JournalEntry]:
+    def _take_pieces(self) -> list[TokenPiece]:
+        num_pieces = len(self._pieces)
+        pieces = self._pieces[:num_pieces]
+        del self._pieces[:num_pieces]  # what came meanwhile lies behind
+        return pieces
+
+    def _take_batch(self, num_entries: int) -> list[JournalEntry]:
         batch: dict[JournalEntry, None] = {}
-        while self._dirty and len(batch) < self._max_batch_requests:
+        for _ in range(num_entries):
             entry = self._dirty.popleft()
             entry.is_dirty = False
             if not entry.is_abandoned:
                 batch[entry] = None
         return list(batch)
 
-    def _write_batch(self, batch: list[JournalEntry]) -> bool:
+    def _write_batch(self, batch: list[JournalEntry], pieces: list[TokenPiece]) -> bool:
         try:
-            ended = self._file.write(batch)
+            ended = self._file.write(batch, pieces)
         except (sqlite3.Error, OSError, JournalError) as error:
             self._note_failure(error, batch)
             return False
@@ -313,6 +341,8 @@ class SqliteJournal(MemoryJournal):
                     entry.is_abandoned = False
                     self._num_dropped_requests -= 1
                     self._on_changed(entry)
+        for entry in self._file.take_outgrown():
+            self._on_changed(entry)
         return True
 
     def _note_failure(self, error: Exception, batch: list[JournalEntry]) -> None:
@@ -322,7 +352,8 @@ class SqliteJournal(MemoryJournal):
         with self._lock:
             self._num_write_errors += 1
             self._degraded_reason = f"{self._file.path}: {error}"
-        for entry in batch:
+        # The tokens that were listed are taken from the entries, at the next try.
+        for entry in {**dict.fromkeys(batch), **self._file.open_entries}:
             self._on_changed(entry)
 
     def _write_everything_again(self) -> None:
@@ -365,8 +396,13 @@ class JournalFile:
         """Of the write-ahead log, which stays the same file while a connection is open."""
         self._flush_ids: list[int] = []
         """Rows of `flushes` that are ours and not gathered yet."""
-        self._ungathered: dict[JournalEntry, int] = {}
-        """Open requests with tokens in them, and the index of the first."""
+        self._last_row_id = 0
+        """Largest that an entry ever had, in this file or one before it: tokens may still be listed
+        for rows of a lost file, which must not be others in this one."""
+        self.open_entries: dict[JournalEntry, None] = {}
+        """Entries in the file without their end."""
+        self._outgrown: list[JournalEntry] = []
+        """New entries that got tokens while they were written."""
 
     def open(self) -> bool:
         """Open the file if it is not open; `True` if it is another one than before.
@@ -398,7 +434,7 @@ class JournalFile:
         self._connection = connection
         self._inode, self._log_inode = _inode_of(self.path), _inode_of(self._log_path)
         if is_another:
-            self._flush_ids, self._ungathered = [], {}
+            self._flush_ids, self.open_entries = [], {}
         return is_another
 
     def _prepare(self, connection: sqlite3.Connection) -> bool:
@@ -407,13 +443,14 @@ class JournalFile:
         connection.execute(f"PRAGMA synchronous = {'FULL' if self._sync_full else 'NORMAL'}")
         connection.execute("PRAGMA foreign_keys = ON")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, SCHEMA_VERSION):
+        if version not in (0, *READABLE_VERSIONS):
             rule = f"this dsched writes {SCHEMA_VERSION}"
             if version < SCHEMA_VERSION:
                 rule += "; move the file away and start again"
             raise JournalError(f"{self.path} has journal format {version}; {rule}")
         if version == 0:
             connection.executescript(SCHEMA)
+        if version != SCHEMA_VERSION:
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         return bool(version == 0)
 
@@ -449,12 +486,13 @@ class JournalFile:
             if old.exists():
                 old.rename(f"{self.path}.damaged{suffix}")
 
-    def write(self, batch: list[JournalEntry]) -> list[JournalEntry]:
-        """Write what the file lacks of each entry, in one transaction; return those that ended."""
+    def write(self, batch: list[JournalEntry], pieces: list[TokenPiece]) -> list[JournalEntry]:
+        """Write what the file lacks of each entry, and `pieces`, in one transaction; return the
+        entries that ended."""
         assert self._connection is not None
         connection = self._connection
         gathers = len(self._flush_ids) >= GATHER_FLUSHES
-        rows = _Rows(owner=self.owner, now_s=self.wall_time_s(), ungathered=self._ungathered)
+        rows = _Rows(owner=self.owner, now_s=self.wall_time_s(), pieces=pieces)
         new = [entry for entry in batch if entry.row_id is None]
         for entry in batch:
             if entry.row_id is not None:
@@ -464,15 +502,25 @@ class JournalFile:
         else:
             flush_id = self._write_together(connection, rows, new, gathers=gathers)
         for entry, row_id, num_attempts, num_tokens in rows.writes:
-            entry.row_id = row_id
             entry.num_attempts_written = num_attempts
-            entry.num_tokens_written = num_tokens
-        self._ungathered = rows.ungathered
+            entry.num_own_tokens = num_tokens
+            if entry.row_id is None:
+                entry.row_id = row_id
+                self.open_entries[entry] = None
+                if len(entry.tokens) > num_tokens:
+                    self._outgrown.append(entry)
+        for entry in rows.ended:
+            self.open_entries.pop(entry, None)  # listed again when its end came meanwhile
         if gathers:
             self._flush_ids = []
         if flush_id is not None:
             self._flush_ids.append(flush_id)
         return rows.ended
+
+    def take_outgrown(self) -> list[JournalEntry]:
+        """Return the new entries whose first tokens the file lacks, once each."""
+        outgrown, self._outgrown = self._outgrown, []
+        return outgrown
 
     def _write_together(
         self,
@@ -485,11 +533,12 @@ class JournalFile:
         connection.execute("BEGIN IMMEDIATE")
         try:
             if new:
-                first_row_id = _last_row_id(connection) + 1
+                first_row_id = max(_last_row_id(connection), self._last_row_id) + 1
                 for row_id, entry in enumerate(new, first_row_id):
                     rows.add_new(entry, row_id=row_id)
+                self._last_row_id = first_row_id + len(new) - 1
             if gathers:
-                rows.gather()
+                rows.gather(self.open_entries)
                 self._delete_flushes(connection)
             flush_id = rows.insert(connection)
             connection.execute("COMMIT")
@@ -539,19 +588,17 @@ class _Rows:
     thread that serves tokens pays for each time it gets it back.
     """
 
-    def __init__(self, *, owner: str, now_s: int, ungathered: dict[JournalEntry, int]) -> None:
+    def __init__(self, *, owner: str, now_s: int, pieces: list[TokenPiece]) -> None:
         self._owner = owner
         self._now_s = now_s
+        self._pieces = pieces
         self._requests: list[tuple[Any, ...]] = []
         self._attempts: list[tuple[Any, ...]] = []
-        self._tokens: list[tuple[Any, ...]] = []
-        self._pieces: list[tuple[int, int, bytes]] = []
+        self._tokens: list[TokenPiece] = []
         self._ends: list[tuple[int, str, int]] = []
         self.writes: list[tuple[JournalEntry, int, int, int]] = []
-        """Entry, its row, and how many attempts and tokens the file then has."""
+        """Entry, its row, and how many attempts and tokens its own rows then have."""
         self.ended: list[JournalEntry] = []
-        self.ungathered = dict(ungathered)
-        """Open requests with tokens in `flushes` after this transaction, and the first index."""
 
     def add_new(self, entry: JournalEntry, *, row_id: int) -> None:
         """List all of an entry that the file does not know."""
@@ -580,22 +627,16 @@ class _Rows:
         self.writes.append((entry, row_id, num_attempts, num_tokens))
 
     def add_rest(self, entry: JournalEntry, *, row_id: int) -> None:
-        """List what the file lacks of an entry that it knows."""
+        """List what the rows lack of an entry that the file knows."""
         finish_reason = entry.finish_reason  # in the same order
         num_tokens = len(entry.tokens)
         num_attempts = len(entry.attempts)
         for each in entry.attempts[entry.num_attempts_written : num_attempts]:
             self._attempts.append((row_id, *_attempt_columns(each)))
-        first_index = entry.num_tokens_written
+        self._add_tokens(entry, row_id, num_tokens)
         if finish_reason is not None:
-            first_index = self.ungathered.pop(entry, first_index)
-            self._add_tokens(entry, row_id, first_index, num_tokens)
             self.ended.append(entry)
             self._ends.append((self._now_s, finish_reason, row_id))
-        elif num_tokens > first_index:
-            token_ids = entry.tokens[first_index:num_tokens].tobytes()
-            self._pieces.append((row_id, first_index, token_ids))
-            self.ungathered.setdefault(entry, first_index)
         self.writes.append((entry, row_id, num_attempts, num_tokens))
 
     @property
@@ -603,19 +644,19 @@ class _Rows:
         """Nothing but one row of `flushes` is written."""
         return not (self._requests or self._attempts or self._tokens or self._ends)
 
-    def gather(self) -> None:
+    def gather(self, open_entries: Iterable[JournalEntry]) -> None:
         """Give each request a row of its own for what is in the flushes, this one included."""
-        num_tokens_of = {entry: num_tokens for entry, _, _, num_tokens in self.writes}
-        for entry, first_index in self.ungathered.items():
-            assert entry.row_id is not None
-            num_tokens = num_tokens_of.get(entry, entry.num_tokens_written)
-            self._add_tokens(entry, entry.row_id, first_index, num_tokens)
-        self.ungathered = {}
+        listed = {entry for entry, _, _, _ in self.writes}
+        for entry in open_entries:
+            num_tokens = len(entry.tokens)
+            if num_tokens > entry.num_own_tokens and entry not in listed:
+                assert entry.row_id is not None
+                self._add_tokens(entry, entry.row_id, num_tokens)
+                self.writes.append((entry, entry.row_id, entry.num_attempts_written, num_tokens))
         self._pieces = []
 
-    def _add_tokens(
-        self, entry: JournalEntry, row_id: int, first_index: int, num_tokens: int
-    ) -> None:
+    def _add_tokens(self, entry: JournalEntry, row_id: int, num_tokens: int) -> None:
+        first_index = entry.num_own_tokens
         if num_tokens > first_index:
             token_ids = entry.tokens[first_index:num_tokens].tobytes()
             self._tokens.append((row_id, first_index, token_ids))
@@ -798,13 +839,16 @@ def _to_record(
 
 
 def _join(request_id: str, first_tokens: bytes, parts: list[tuple[int, bytes]]) -> "array[int]":
+    """Return the tokens in order. Some may be there twice: those that were recorded while a row
+    was written are in it and in a flush."""
     tokens = array("i", first_tokens)
     for first_index, token_ids in parts:
-        if first_index != len(tokens):
+        num_known = len(tokens) - first_index
+        if num_known < 0:
             raise JournalError(
                 f"request {request_id}: tokens from {first_index}, expected {len(tokens)}"
             )
-        tokens.frombytes(token_ids)
+        tokens.frombytes(token_ids[num_known * tokens.itemsize :])
     return tokens
 
 

@@ -1,10 +1,11 @@
 """SqliteJournal's file: what a restarted dsched finds, and what happens when it cannot be written.
 
-Tests wait for the writer thread with `flush`, never for time to pass.
+Tests wait for the writer thread with `flush`; one waits for what happens without.
 """
 
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -479,6 +480,189 @@ def test_many_threads_of_time_lose_nothing(path: Path) -> None:
     journal.close()
 
     assert found == {f"r{n}": (n, *range(1, 400)) for n in range(7)}
+
+
+def during_writes(monkeypatch: pytest.MonkeyPatch, happen: Callable[[], None]) -> None:
+    """Let `happen` come between the reading of the entries and the end of each transaction."""
+    insert = journal_file._Rows.insert
+
+    def insert_slowly(rows: journal_file._Rows, connection: sqlite3.Connection) -> int | None:
+        flush_id = insert(rows, connection)
+        happen()
+        return flush_id
+
+    monkeypatch.setattr(journal_file._Rows, "insert", insert_slowly)
+
+
+def test_tokens_that_come_while_their_request_is_written(
+    path: Path, journal: SqliteJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not in the row that is being written, and reach the file with the next flush."""
+    done: list[bool] = []
+
+    def happen() -> None:
+        if not done:
+            done.append(journal.record(RequestId("r"), epoch=1, first_index=2, token_ids=[3, 4]))
+
+    during_writes(monkeypatch, happen)
+    serve(journal, "r", [1, 2], end=None)
+    assert journal.flush()
+    assert journal.flush()
+
+    (found,) = read_unfinished(path)
+
+    assert done == [True]
+    assert found.output_token_ids == (1, 2, 3, 4)
+
+
+def test_tokens_that_could_not_be_written(path: Path, journal: SqliteJournal) -> None:
+    """They are written once the file takes them, also if nothing else happens to their request."""
+    serve(journal, "r", [1, 2], end=None)
+    assert journal.flush()
+    with closing(sqlite3.connect(path, isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        journal.record(RequestId("r"), epoch=1, first_index=2, token_ids=[3])
+        assert not journal.flush()
+        assert journal.status().num_pending_requests == 1
+        holder.execute("ROLLBACK")
+    assert journal.flush()
+
+    (found,) = read_unfinished(path)
+
+    assert found.output_token_ids == (1, 2, 3)
+    assert journal.status().num_pending_requests == 0
+
+
+def test_tokens_alone_wake_the_writer(path: Path, journal: SqliteJournal) -> None:
+    """Nobody has to ask for a flush."""
+    request_id = serve(journal, "r", [1, 2], end=None)
+    assert journal.flush()
+    journal.record(request_id, epoch=1, first_index=2, token_ids=[3])
+
+    for _ in range(2_000):
+        found = read_request(path, request_id)
+        if found is not None and len(found.output_token_ids) == 3:
+            break
+        time.sleep(0.005)
+
+    assert found is not None
+    assert found.output_token_ids == (1, 2, 3)
+
+
+@pytest.mark.parametrize("num_flushes_before", [0, 1])
+def test_end_that_comes_while_its_request_is_written(
+    path: Path, journal: SqliteJournal, monkeypatch: pytest.MonkeyPatch, num_flushes_before: int
+) -> None:
+    """It is heard of twice, or late; the file has it once, and memory forgets the request."""
+    request_id = serve(journal, "r", [1, 2], end=None)
+    for _ in range(num_flushes_before):
+        assert journal.flush()
+    at = {"insert": 0}
+    read_end = journal_file._Rows.add_rest if num_flushes_before else journal_file._Rows.add_new
+
+    def end_first(rows: object, entry: object, *, row_id: int) -> None:
+        at["insert"] += 1
+        if at["insert"] == 1:
+            journal.finish(request_id, reason="stop")
+        read_end(rows, entry, row_id=row_id)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(journal_file._Rows, read_end.__name__, end_first)
+    journal.begin_attempt(
+        request_id, attempt_id=AttemptId("2nd"), epoch=2, target=RankId(EngineId("e"), DpRank(0))
+    )
+    for _ in range(3):
+        assert journal.flush()
+    found = read_request(path, request_id)
+
+    assert found is not None
+    assert (found.output_token_ids, found.finish_reason) == ((1, 2), "stop")
+    assert journal._ended == {}
+    assert journal._file.open_entries == {}
+    assert journal.status().num_write_errors == 0
+
+
+def test_tokens_that_are_listed_and_in_a_row(path: Path, journal: SqliteJournal) -> None:
+    """A request that changed otherwise has its tokens written with it; in a flush they are again,
+    and a reader takes them once."""
+    request_id = serve(journal, "r", [1], end=None)
+    assert journal.flush()
+    journal.record(request_id, epoch=1, first_index=1, token_ids=[2, 3])
+    journal.begin_attempt(
+        request_id, attempt_id=AttemptId("2nd"), epoch=2, target=RankId(EngineId("f"), DpRank(1))
+    )
+    journal.record(request_id, epoch=2, first_index=3, token_ids=[4])
+    assert journal.flush()
+    journal.record(request_id, epoch=2, first_index=4, token_ids=[5])
+    assert journal.flush()
+
+    (found,) = read_unfinished(path)
+
+    assert counts_of(path) == (1, 2)
+    assert found.output_token_ids == (1, 2, 3, 4, 5)
+    assert [found.epoch_of(index) for index in range(5)] == [1, 1, 1, 2, 2]
+
+
+def test_work_that_never_ends_does_not_keep_a_flush(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under load something changes during every write. It waits for the next one: the writer does
+    not write on and on, a few rows each time."""
+    journal = SqliteJournal(path, flush_interval_s=3_600)
+    numbers = iter(range(1_000))
+
+    def happen() -> None:
+        number = next(numbers, None)
+        if number is not None:
+            serve(journal, f"next-{number}", [1])
+
+    with monkeypatch.context() as patch:
+        during_writes(patch, happen)
+        serve(journal, "r", [1])
+        assert journal.flush()
+        num_writes = next(numbers)
+    journal.close()
+
+    assert num_writes == 1
+    assert read_request(path, RequestId("next-0")) is not None
+
+
+def test_a_new_file_uses_no_row_number_again(path: Path, journal: SqliteJournal) -> None:
+    """Tokens that were listed for the lost file must not become another request's."""
+    serve(journal, "a", [1], end=None)
+    serve(journal, "b", [2], end=None)
+    assert journal.flush()
+    for file in list(path.parent.iterdir()):
+        file.unlink()
+    journal.finish(RequestId("a"), reason="stop")
+    serve(journal, "c", [3], end=None)
+    journal._pieces.append((1, 1, b"\x09\0\0\0"))  # as if recorded before the loss was seen
+    journal._pieces.append((2, 1, b"\x09\0\0\0"))
+    assert journal.flush()
+    with closing(sqlite3.connect(path)) as connection:
+        ids = [row_id for (row_id,) in connection.execute("SELECT row_id FROM requests")]
+    found = {record.request_id: record.output_token_ids for record in read_unfinished(path)}
+
+    assert min(ids) > 2
+    assert found == {"b": (2,), "c": (3,)}
+
+
+def test_file_of_the_version_before_is_used_on(path: Path) -> None:
+    """Its tables are the same; from now on only this version's readers understand it."""
+    before = SqliteJournal(path, owner="before", flush_interval_s=0.001)
+    serve(before, "old", [1, 2], end=None)
+    before.close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 5")
+    journal = SqliteJournal(path, owner="after", flush_interval_s=0.001)
+    serve(journal, "new", [3], end=None)
+    assert journal.flush()
+    found = {record.request_id: record.output_token_ids for record in read_unfinished(path)}
+    journal.close()
+    with closing(sqlite3.connect(path)) as connection:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+
+    assert found == {"old": (1, 2), "new": (3,)}
+    assert version == journal_file.SCHEMA_VERSION
 
 
 def test_missing_and_broken_files_cannot_be_read(tmp_path: Path) -> None:
