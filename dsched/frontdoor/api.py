@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import structlog
 from msgspec.structs import replace
 
 from dsched.clock import Clock, wall_time_s
@@ -38,6 +39,8 @@ from dsched.frontdoor.text import StopFinder
 from dsched.frontdoor.trace_context import TRACEPARENT, read_trace_context
 from dsched.ids import RequestId
 from dsched.logs import EventLog
+
+log = structlog.get_logger(__name__)
 
 INLINE_CHARS = 4_096
 """Longest text that is rendered on the event loop: about a millisecond."""
@@ -78,7 +81,8 @@ class CompletionApi:
         self._id_prefix = f"{process_tag & 0xFFFFFFFF:08x}"
         self._num_ids = 0
         self._open: dict[RequestId, Answer] = {}
-        self._num_rendering = 0
+        self._rendering: dict[RequestId, Call] = {}
+        """Requests whose prompts are on their way through a thread."""
         self._threads = ThreadPoolExecutor(NUM_RENDER_THREADS, thread_name_prefix="render")
         self._log = EventLog(__name__, call_soon=_call_soon)
         self.is_stopping = False
@@ -86,7 +90,7 @@ class CompletionApi:
     @property
     def num_open(self) -> int:
         """Requests in work, those that are being rendered included."""
-        return len(self._open) + self._num_rendering
+        return len(self._open) + len(self._rendering)
 
     def handle(self, api: Api, request: HttpRequest, connection: ClientConnection) -> None:
         """Answer one request of `api`, now or through an `Answer`."""
@@ -121,6 +125,10 @@ class CompletionApi:
         """End all requests in work with an error."""
         for answer in list(self._open.values()):
             answer.stop()
+        calls = list(self._rendering.values())
+        self._rendering.clear()
+        for call in calls:
+            call.refuse(_unavailable("the server is stopping", "stopping"))
 
     def close(self) -> None:
         self._log.flush()
@@ -223,25 +231,28 @@ class CompletionApi:
         if given is None or not _REQUEST_ID.fullmatch(given):
             return RequestId(drawn), [(b"x-request-id", drawn.encode())], False
         request_id = RequestId(given.decode())
-        if request_id in self._open:
+        if request_id in self._open or request_id in self._rendering:
             # Two requests in work share their client's id: inside they need different ones.
             return RequestId(f"{request_id}~{drawn}"), [(b"x-request-id", given)], False
         return request_id, [(b"x-request-id", given)], True
 
     def _render_in_thread(self, call: "Call", intake: Intake) -> None:
         call.connection.attach(call)
-        self._num_rendering += 1
+        self._rendering[call.request_id] = call
         future = asyncio.get_running_loop().run_in_executor(self._threads, intake.render)
 
         def rendered(future: "asyncio.Future[RenderedPrompt]") -> None:
-            self._num_rendering -= 1
+            is_wanted = self._rendering.pop(call.request_id, None) is not None
             if future.cancelled():
                 return
             error = future.exception()
-            if isinstance(error, ApiError):
+            if error is not None and not isinstance(error, ApiError):
+                log.error("request.failed", request_id=call.request_id, exc_info=error)
+                error = ApiError(500, "internal error", code="internal")
+            if not is_wanted:  # all that was in work has been ended
+                return
+            if error is not None:
                 call.refuse(error)
-            elif error is not None:
-                raise error
             elif not call.is_cancelled:
                 try:
                     self.submit(call, intake, future.result())
