@@ -67,6 +67,8 @@ class Registration:
         self._sleep = sleep or self._sleep_until_news
         self._wanted: dict[str, bytes] = {}
         self._written: dict[str, bytes] = {}
+        self._unsure: set[str] = set()
+        """Keys that were last written or deleted without an answer: it may be so or not."""
         self._lease_id: int | None = None
         self._expires_ns = 0
         self._renewed_ns: int | None = None
@@ -130,7 +132,7 @@ class Registration:
             if self._failed_reason is not None:
                 log.info("registry.recovered")
             self._failed_reason = None
-            if self._written != self._wanted:
+            if self._written != self._wanted or self._unsure:
                 return self._clock.now_ns()
             self._is_complete.set()
         return next_renewal_ns(self._clock.now_ns(), expires_ns=self._expires_ns)
@@ -143,6 +145,7 @@ class Registration:
                 self._lose_lease()
         if self._lease_id is None:
             self._written.clear()
+            self._unsure.clear()
             self._lease_id = await self._registry.grant_lease(self._ttl_s)
         # From before the call: the registry cannot have started the lease's time earlier.
         self._expires_ns = started_ns + int(self._ttl_s * NS_PER_S)
@@ -151,12 +154,16 @@ class Registration:
     async def _write(self) -> None:
         """Write what differs, until it is done or a renewal is due."""
         due_ns = next_renewal_ns(self._clock.now_ns(), expires_ns=self._expires_ns)
-        for key in sorted(self._written.keys() - self._wanted.keys()):
+        for key in sorted((self._written.keys() | self._unsure) - self._wanted.keys()):
+            self._unsure.add(key)
             await self._registry.delete(key)
-            del self._written[key]
+            self._unsure.discard(key)
+            self._written.pop(key, None)
         for key, value in sorted(self._wanted.items()):
-            if self._written.get(key) != value:
+            if self._written.get(key) != value or key in self._unsure:
+                self._unsure.add(key)
                 await self._registry.put(key, value, lease_id=self._lease_id)
+                self._unsure.discard(key)
                 self._written[key] = value
                 if self._clock.now_ns() >= due_ns:
                     return

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from typing import TypeVar
 
 import pytest
 
@@ -15,6 +16,7 @@ from dsched.registry.sqlite_file import MEMORY, RegistryFile
 
 NS_PER_S = 1_000_000_000
 TTL_S = 10.0
+Answer = TypeVar("Answer")
 
 
 class FlakyRegistry:
@@ -24,12 +26,19 @@ class FlakyRegistry:
         self._clock = clock
         self.file = RegistryFile(MEMORY, clock=clock, boot_id="b")
         self.is_reachable = True
+        self.is_heard = True
+        """The answers of calls that change a key arrive."""
         self.call_takes_ns = 0
         self.renewals_s: list[float] = []
 
     def _check(self) -> None:
         if not self.is_reachable:
             raise RegistryError("unreachable")
+
+    def _answer(self, answer: Answer) -> Answer:
+        if not self.is_heard:
+            raise RegistryError("no answer in 1 s")
+        return answer
 
     async def grant_lease(self, ttl_s: float) -> int:
         self._check()
@@ -48,11 +57,11 @@ class FlakyRegistry:
 
     async def put(self, key: str, value: bytes, *, lease_id: int | None = None) -> int:
         self._check()
-        return self.file.put(key, value, lease_id=lease_id)
+        return self._answer(self.file.put(key, value, lease_id=lease_id))
 
     async def delete(self, key: str) -> bool:
         self._check()
-        return self.file.delete(key)
+        return self._answer(self.file.delete(key))
 
     async def compare_and_set(
         self,
@@ -224,6 +233,43 @@ def test_only_changes_are_written() -> None:
 
     assert [entry.key for entry in before.entries] == ["a", "b"]
     assert after.entries == before.entries[:1]
+
+
+@pytest.mark.parametrize(
+    ("before", "meanwhile", "after"),
+    [
+        (None, b"1", None),
+        (b"1", b"2", b"1"),
+        (b"1", b"2", None),
+        (b"1", None, b"1"),
+        (b"1", None, None),
+    ],
+)
+def test_what_was_done_without_an_answer_is_made_good(
+    before: bytes | None, meanwhile: bytes | None, after: bytes | None
+) -> None:
+    """Each is the value that is wanted; the registry's answers are lost meanwhile."""
+    world = World()
+
+    def want(value: bytes | None) -> None:
+        if value is None:
+            world.registration.remove("k")
+        else:
+            world.registration.set("k", value)
+
+    world.registration.set("other", b"1")
+    want(before)
+    run(world, 0.0)
+    world.registry.is_heard = False
+    want(meanwhile)
+    run(world, 5.0)
+    world.registry.is_heard = True
+    want(after)
+    run(world, 20.0)
+
+    found = {entry.key: entry.value for entry in world.registry.file.list_entries("").entries}
+    assert world.registration.status().num_leases_lost == 0
+    assert found == {"other": b"1"} | ({} if after is None else {"k": after})
 
 
 def test_leaving_deletes_the_entries() -> None:
