@@ -114,8 +114,8 @@ def find_cuts(tokenizer: Tokenizer, *, min_chars: int = MIN_SEGMENT_CHARS) -> Cu
     except msgspec.MsgspecError as error:
         return Cuts(reason=f"its file has another form: {error}")
     reason = _refusal(document)
-    if reason is None:
-        reason = _refusal_of(tokenizer, document.added_tokens)
+    if reason is None and tokenizer.encode_special_tokens:
+        reason = "it encodes special tokens as text"
     if reason is not None:
         return Cuts(reason=reason)
     tokens = [token for token in document.added_tokens if token.content]
@@ -163,18 +163,6 @@ def _refusal(document: _Document) -> str | None:
                 return f"its {what} is {each['type']}"
     if any(token.single_word for token in document.added_tokens):
         return "an added token is only found as a word"
-    return None
-
-
-def _refusal_of(tokenizer: Tokenizer, tokens: Sequence[_AddedToken]) -> str | None:
-    if tokenizer.encode_special_tokens:
-        return "it encodes special tokens as text"
-    normalizer = tokenizer.normalizer
-    if normalizer is not None:
-        texts = [token.content for token in tokens if token.normalized and token.content]
-        if not all(map(normalizer.normalize_str, texts)):
-            # The library finds it between all bytes of a character too, and gives up.
-            return "an added token is normalized to nothing"
     return None
 
 

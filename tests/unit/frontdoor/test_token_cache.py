@@ -12,7 +12,7 @@ from dsched.cli.engines import sim_model
 from dsched.cli.metric_sources import token_cache_samples
 from dsched.frontdoor.models import load_model
 from dsched.frontdoor.token_cache import PromptEncoder, TokenCache, encode_whole, entry_bytes
-from dsched.frontdoor.token_cuts import MIN_SEGMENT_CHARS, find_cuts
+from dsched.frontdoor.token_cuts import MIN_SEGMENT_CHARS, find_cuts, firm_tokens
 from dsched.metrics import CATALOG
 from dsched.sim.tokenizer import build_sim_tokenizer
 from tests.reference.tokenizers_of_models import qwen
@@ -182,6 +182,31 @@ def test_tokenizers_that_cannot_be_cut_are_left_alone(
 
     assert [(each["event"], each["reason"]) for each in logs] == [("token_cache.unused", reason)]
     assert (len(store), store.num_missed_tokens) == (0, 0)
+
+
+def test_tokens_of_normalized_text_are_no_cuts() -> None:
+    """The text has to be normalized whole; without a normalizer they are found where they are."""
+    tokenizer = qwen()
+    tokenizer.add_tokens([AddedToken("<turn>", normalized=True)])
+    with_normalizer = find_cuts(tokenizer).pattern
+    tokenizer.normalizer = None
+    without = find_cuts(tokenizer).pattern
+
+    assert with_normalizer is not None
+    assert without is not None
+    assert (with_normalizer.search("a<turn>"), with_normalizer.findall("a<|im_end|>")) == (
+        None,
+        ["<|im_end|>"],
+    )
+    assert without.findall("a<turn>") == ["<turn>"]
+
+
+def test_two_tokens_with_one_spelling_are_no_cuts() -> None:
+    """Which of them the library finds, and what that one does to its neighbours, is not known."""
+    token = AddedToken("<turn>", normalized=False)
+
+    assert firm_tokens([token]) == ["<turn>"]
+    assert firm_tokens([token, token]) == []
 
 
 class Changed:
