@@ -1,7 +1,6 @@
 """Watches over the EP groups of the vLLM engines of a running dsched; see `drivers.rank_watch`."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 import structlog
@@ -55,9 +54,9 @@ class RankWatches:
         """Stop watching; a repair that runs is left to the engines."""
         for task in self._tasks:
             task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(
+            *self._tasks, return_exceptions=True
+        )  # faults were said when they came
 
 
 def vllm_groups(fleet: Fleet) -> dict[str, list[EngineId]]:

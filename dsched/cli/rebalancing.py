@@ -7,7 +7,6 @@ not keep a dsched alive that was told to stop.
 
 import asyncio
 import concurrent.futures
-import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -69,8 +68,7 @@ class Rebalancing:
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait([task])  # what ended it before was said then
 
     async def _run(self) -> None:
         while True:
@@ -100,7 +98,7 @@ async def on_daemon_thread(function: Callable[[], Result]) -> Result:
             outcome.set_result(result)
 
     outcome.set_running_or_notify_cancel()
-    threading.Thread(target=run, name="dsched-placement", daemon=True).start()
+    threading.Thread(target=run, name="dsched-planner", daemon=True).start()
     return await asyncio.wrap_future(outcome)
 
 

@@ -37,7 +37,7 @@ from dsched.cli.metric_sources import (
 from dsched.cli.otel_setup import make_tracer
 from dsched.cli.policy_setup import PolicyReloader, make_policies
 from dsched.cli.rank_watches import RankWatches
-from dsched.cli.rebalancing import Rebalancing
+from dsched.cli.rebalancing import Rebalancing, on_daemon_thread
 from dsched.cli.stopping import PART_LIMIT_S, StopStack
 from dsched.cli.trace_service import TraceService
 from dsched.clock import SystemClock, wall_time_s
@@ -175,9 +175,10 @@ class Service:
         )
         self._stops.add("local engines", builder.fleet.stop, limit_s=FLEET_LIMIT_S)
         self.fleet: Fleet = await builder.build()
-        await asyncio.to_thread(warm_router)
+        # A minute where nothing is compiled yet: no thread that a stop would have to wait for.
+        await on_daemon_thread(warm_router)
         if config.routing.migration != "off":
-            await asyncio.to_thread(warm_migrations)
+            await on_daemon_thread(warm_migrations)
         self.rebalancing = Rebalancing(
             config.placement,
             self.fleet.drivers,

@@ -20,12 +20,14 @@ from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from dsched.clock import Clock, thread_time_ns, wall_time_s
 from dsched.controller import Controller, EngineStatus, HandoffGap
 from dsched.controller.spare import UNKNOWN_CAPACITY
 from dsched.drivers.base import ExpertLoad
+from dsched.errors import task_fault
 from dsched.faults import MembershipView
 from dsched.frontdoor.live import (
     LiveBudgets,
@@ -43,6 +45,8 @@ from dsched.frontdoor.live import (
 from dsched.frontdoor.live_events import EventRing, Watched
 from dsched.frontdoor.stats import FrontDoorStats, LatencyHistogram, ModelStats, Outcome
 from dsched.states import RankState
+
+log = structlog.get_logger(__name__)
 
 S: Final = 1_000_000_000
 PERIOD_S: Final = 1.0
@@ -147,6 +151,7 @@ class LiveSampler:
         self._controller = controller
         self.events.note_membership(controller.membership, self._now_s())
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(_say_if_it_failed)
 
     async def close(self) -> None:
         """Stop sampling and let every reader go. Idempotent."""
@@ -332,6 +337,12 @@ class LiveSampler:
                 break
             found.append(expert_load_map(engine_id, load, now_ns=now_ns))
         return tuple(found)
+
+
+def _say_if_it_failed(task: "asyncio.Task[None]") -> None:
+    """A fault of ours ends the live picture and nothing else; it must not do so unheard."""
+    if (error := task_fault(task)) is not None:
+        log.error("live.task_failed", reason=repr(error))
 
 
 class _Turns:

@@ -1,10 +1,25 @@
 """`dsched run` that is told to stop while it starts."""
 
 import asyncio
+import threading
+from pathlib import Path
 from typing import cast
 
+import msgspec
+import pytest
+
+from dsched.cli import run as run_module
+from dsched.cli import service as service_module
 from dsched.cli.run import _start_unless
 from dsched.cli.service import Service
+from dsched.config import Config
+from dsched.config_load import LoadedConfig
+
+
+@pytest.fixture(autouse=True)
+def _no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the process of the tests."""
+    monkeypatch.setattr(run_module, "end_if_stuck", lambda: None)
 
 
 class LateService:
@@ -36,3 +51,40 @@ async def test_a_service_that_comes_up_while_it_is_told_to_stop_is_stopped() -> 
 
     assert await running is False
     assert service.num_stops == 1
+
+
+async def test_a_stop_does_not_wait_for_what_is_compiled_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute the first time on a machine; Python waits at its end for threads of other kinds."""
+    compiling = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    goes_on = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def compile_for_long() -> None:
+        threads.append(threading.current_thread())
+        loop.call_soon_threadsafe(compiling.set)
+        goes_on.wait(30)
+
+    monkeypatch.setattr(service_module, "warm_router", compile_for_long)
+    document = {
+        "state_dir": str(tmp_path),
+        "front_door": {"port": 0},
+        "admin": {"port": 0},
+        "registry": {"url": "memory://"},
+    }
+    config = msgspec.convert(document, Config)
+    service = Service(LoadedConfig(config=config, origins={}))
+    stopping = asyncio.Event()
+    running = asyncio.create_task(_start_unless(service, stopping))
+    async with asyncio.timeout(30):
+        await compiling.wait()
+
+    stopping.set()
+    try:
+        assert await running is False
+    finally:
+        goes_on.set()
+
+    assert [thread.daemon for thread in threads] == [True]
