@@ -31,6 +31,7 @@ from dsched.plugins import (
     fresh_modules,
     load_policy,
 )
+from dsched.plugins.guard import brief
 
 AnyGuard = PolicyGuard[Any]
 Result = TypeVar("Result")
@@ -134,8 +135,10 @@ class PolicyReloader:
         try:
             loaded, policies = await _on_thread(self._read, timeout_s=timeout_s)
         except ConfigError as error:
-            self.num_reloads["kept"] += 1
-            log.warning("policies.kept", reason=str(error))
+            self._keep(str(error))
+            return None
+        except Exception as error:  # the door: policies may do anything when they are looked at
+            self._keep(brief(error))
             return None
         ignored = sorted(set(_changed_keys(self._loaded.config, loaded.config)))
         if ignored:
@@ -143,6 +146,10 @@ class PolicyReloader:
         self.num_reloads["loaded"] += 1
         log.info("policies.loaded", policies=list(policies.names))
         return policies
+
+    def _keep(self, reason: str) -> None:
+        self.num_reloads["kept"] += 1
+        log.warning("policies.kept", reason=reason)
 
     def _read(self) -> tuple[LoadedConfig, PolicySet]:
         loaded = load_config(

@@ -169,9 +169,9 @@ def fresh_modules(references: Iterable[str]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for name in [each for each in sys.modules if each.partition(".")[0] in packages]:
-            if _is_source(sys.modules[name]):
-                del sys.modules[name]
+        for name, module in list(sys.modules.items()):  # at once: others import meanwhile
+            if name.partition(".")[0] in packages and _is_source(module):
+                sys.modules.pop(name, None)
         sys.modules.update(old)
         raise
 

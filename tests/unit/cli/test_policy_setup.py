@@ -1,13 +1,17 @@
 """Policies of a configuration that cannot work: one line with key and place, exit status 2."""
 
+import asyncio
+import itertools
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from structlog.testing import capture_logs
 
 from dsched.cli.main import main
-from dsched.cli.policy_setup import make_policies
+from dsched.cli.policy_setup import PolicyReloader, make_policies
 from dsched.config import inherited_environment
 from dsched.config_load import load_config
 from dsched.errors import ConfigError
@@ -170,3 +174,51 @@ def test_one_object_serves_the_kinds_that_name_it_with_the_same_arguments(here: 
     assert len(list(policies.guards())) == 2
     assert policies.admission is not None
     assert policies.admission.policy.weights == {"b": [1, 2], "a": 3}
+
+
+def test_a_policy_that_raises_when_it_is_looked_at_is_not_taken_at_a_reload(here: Path) -> None:
+    """The old ones go on, and the next reload finds a mended one."""
+    (here / "ok_reloaded.py").write_text(HEAD + PICK)
+    loaded = load_config(configure(here, "routing: {policy: 'ok_reloaded:Policy'}"))
+    reloader = PolicyReloader(loaded)
+    raising = "    @property\n    def api_version(self): raise RuntimeError('not now')\n"
+    (here / "ok_reloaded.py").write_text(HEAD + PICK + raising)
+
+    with capture_logs() as lines:
+        broken = asyncio.run(reloader.reload())
+        (here / "ok_reloaded.py").write_text(HEAD + PICK)
+        mended = asyncio.run(reloader.reload())
+
+    sys.modules.pop("ok_reloaded", None)
+    assert broken is None
+    assert mended is not None
+    assert reloader.num_reloads == {"loaded": 1, "kept": 1}
+    assert lines[0]["reason"] == "RuntimeError: not now"
+
+
+def test_a_reload_that_fails_while_others_import_puts_the_old_modules_back(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread reads the policies; the event loop's imports come in between."""
+
+    numbers = itertools.count()
+
+    class Importing(str):
+        """The name of a module; another is imported whenever it is looked at."""
+
+        def partition(self, sep: str) -> tuple[str, str, str]:
+            monkeypatch.setitem(sys.modules, f"other_{next(numbers)}", ModuleType("other"))
+            return super().partition(sep)
+
+    (here / "ok_kept.py").write_text(HEAD + PICK)
+    loaded = load_config(configure(here, "routing: {policy: 'ok_kept:Policy'}"))
+    make_policies(loaded)
+    old = sys.modules["ok_kept"]
+    monkeypatch.setitem(sys.modules, Importing("importing_other"), ModuleType("importing_other"))
+    (here / "ok_kept.py").write_text("def broken(:\n")
+
+    with capture_logs():
+        kept = asyncio.run(PolicyReloader(loaded).reload())
+
+    assert kept is None
+    assert sys.modules.pop("ok_kept") is old
