@@ -235,9 +235,9 @@ def measure_parts(tokenizer: Tokenizer, data: bytes, *, repeats: int) -> dict[st
     seen.encode(text, add_special_tokens=False)
 
     def last_turn() -> float:
-        """Tokenise the last turn where only the turns before have been seen."""
+        """Tokenise the turn where the one before has been seen: two messages are new."""
         encoder = PromptEncoder(tokenizer, cache=TokenCache(CACHE_BYTES))
-        encoder.encode(text[: text.rindex("<|im_start|>user")], add_special_tokens=False)
+        encoder.encode(text[: text.rindex("<|im_start|>assistant")], add_special_tokens=False)
         start_s = time.perf_counter()
         encoder.encode(text, add_special_tokens=False)
         return (time.perf_counter() - start_s) * 1e3
