@@ -317,15 +317,17 @@ class MemoryJournal:
                 f"request {request_id}: tokens from {first_index}, expected {len(tokens)}"
             )
         try:
-            # Apart: a value out of range must not leave half of the tokens behind.
-            new = array("i", token_ids)
+            if len(token_ids) == 1:
+                tokens.append(token_ids[0])
+            else:
+                # Apart: a value out of range must not leave half of the tokens behind.
+                tokens.extend(array("i", token_ids))
         except OverflowError as error:
             raise ValueError(f"a token id of {request_id} is above {MAX_TOKEN_ID}") from error
-        tokens.extend(new)
         # In this order: the writer sets `row_id`, then looks for tokens that came meanwhile.
         row_id = entry.row_id
         if row_id is not None:
-            self._on_tokens((row_id, first_index, new.tobytes()))
+            self._on_tokens((row_id, first_index, tokens[first_index:].tobytes()))
         return True
 
     def finish(self, request_id: RequestId, *, reason: str) -> None:

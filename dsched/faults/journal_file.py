@@ -242,8 +242,9 @@ class SqliteJournal(MemoryJournal):
             self._has_work.set()
 
     def _on_tokens(self, piece: TokenPiece) -> None:
-        self._pieces.append(piece)
-        if not self._has_work.is_set():
+        pieces = self._pieces
+        pieces.append(piece)
+        if len(pieces) == 1:  # the first since the last flush; see `_take_pieces`
             self._has_work.set()
 
     def _on_finished(self, entry: JournalEntry) -> None:
@@ -314,7 +315,9 @@ class SqliteJournal(MemoryJournal):
     def _take_pieces(self) -> list[TokenPiece]:
         num_pieces = len(self._pieces)
         pieces = self._pieces[:num_pieces]
-        del self._pieces[:num_pieces]  # what came meanwhile lies behind
+        del self._pieces[:num_pieces]
+        if self._pieces:  # came meanwhile, and was not the first then
+            self._has_work.set()
         return pieces
 
     def _take_batch(self, num_entries: int) -> list[JournalEntry]:
