@@ -239,18 +239,20 @@ async def test_dripping_headers_do_not_extend_the_time(open_door: OpenDoor) -> N
             if answering.done():
                 break
             await asyncio.sleep(0.01)
+        assert answering.done()
         assert (await answering).status == 408
 
 
 async def test_silent_and_idle_connections_are_closed(open_door: OpenDoor) -> None:
     """A connection without a request, and one after its request, are closed without a word."""
-    door = await open_door(header_timeout_s=0.05, keep_alive_timeout_s=0.05)
-    async with RawClient(door.bound_port) as silent, RawClient(door.bound_port) as idle:
+    for_silent = await open_door(header_timeout_s=0.05)
+    for_idle = await open_door(keep_alive_timeout_s=0.05)
+    async with RawClient(for_silent.bound_port) as silent, RawClient(for_idle.bound_port) as idle:
         idle.send(request())
         assert (await idle.answer()).status == 200
         assert await silent.closed() == b""
         assert await idle.closed() == b""
-    assert door.num_connections == 0
+    assert for_silent.num_connections == for_idle.num_connections == 0
 
 
 async def test_too_many_connections_are_refused(open_door: OpenDoor) -> None:

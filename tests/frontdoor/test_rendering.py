@@ -21,10 +21,12 @@ class Renderer:
 
     def __init__(self) -> None:
         self.num_begun = 0
+        self.threads: list[threading.Thread] = []
         self.goes_on = threading.Event()
         self.error: Exception | None = None
 
     def encode_text(self, text: str) -> list[int]:
+        self.threads.append(threading.current_thread())
         self.num_begun += 1
         assert self.goes_on.wait(30)
         if self.error is not None:
@@ -90,9 +92,8 @@ async def test_a_prompt_that_is_not_tokenised_at_the_stop_is_answered(
         answer = await client.answer()
         renderer.goes_on.set()
         await stopping
-    async with asyncio.timeout(30):
-        while any(thread.name.startswith("render") for thread in threading.enumerate()):
-            await asyncio.sleep(0.001)
+    (thread,) = renderer.threads
+    await asyncio.to_thread(thread.join, 30)
     await asyncio.sleep(0)
 
     assert answer.status == 503

@@ -13,8 +13,8 @@ from dsched.cli.lazy import CommandRow, GroupRow
 from dsched.cli.main import COMMANDS, main
 from dsched.config import Config, dsched_environment
 from dsched.config_load import parse_config
-from dsched.drivers.local import free_port
 from dsched.errors import InvariantError
+from dsched.testing.ports import refusing_port
 
 
 @pytest.fixture
@@ -239,8 +239,9 @@ def test_origins_show_only_what_was_set(run: Runner) -> None:
 
 def test_workers_without_a_registry_says_so(run: Runner, tmp_path: Path) -> None:
     """A misspelt folder is an error, and no folder is made; nobody listens at the admin port."""
-    admin_port = ("--admin-port", str(free_port()))
-    status, out, err = run("workers", "--state-dir", str(tmp_path / "no"), *admin_port)
+    with refusing_port() as port:
+        admin_port = ("--admin-port", str(port))
+        status, out, err = run("workers", "--state-dir", str(tmp_path / "no"), *admin_port)
 
     assert (status, out) == (2, "")
     assert "no such registry" in err

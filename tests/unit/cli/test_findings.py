@@ -12,6 +12,7 @@ from aiohttp import web
 from dsched.cli.findings import ASK_TIMEOUT_S, Finding, engine_findings, static_findings
 from dsched.cli.main import main
 from dsched.config_load import parse_config
+from dsched.testing.ports import refusing_port
 
 ONE_LINE = "pools: {{main: {{model: {model}, engines: [{engines}]}}}}"
 
@@ -128,11 +129,9 @@ async def test_engines_that_serve_the_model_are_fine(
 
 async def test_an_unreachable_engine_is_named_by_its_key() -> None:
     """A closed port: at once, with what to do."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-
-    (finding,) = await ask(url)
+    with refusing_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        (finding,) = await ask(url)
 
     assert (finding.path, finding.level) == ("$.pools.main.engines[0].url", "error")
     assert finding.message == (

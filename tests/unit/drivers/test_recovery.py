@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from dsched.clock import SystemClock
 from dsched.drivers.recovery import (
     EngineHealth,
     OperationOutcome,
@@ -16,6 +17,7 @@ from dsched.drivers.recovery import (
     read_fault_status,
 )
 from dsched.errors import ConfigError, DriverError, EngineRefusedError
+from dsched.testing.ports import refusing_port
 
 
 class FakeServer:
@@ -255,13 +257,21 @@ async def test_a_scaling_that_is_refused_touches_nothing(
     assert server.sizes == [3]
 
 
-async def test_a_server_that_stays_unavailable_is_a_failure(
-    server: FakeServer, vllm: VllmRecovery
-) -> None:
+class FastClock:
+    """A thousand times as fast as the machine's."""
+
+    def now_ns(self) -> int:
+        return 1_000 * SystemClock().now_ns()
+
+
+async def test_a_server_that_stays_unavailable_is_a_failure(server: FakeServer) -> None:
     """A commit that failed left a permanent 503: neither size answers, and that is said."""
     server.models_status = 503
+    vllm = VllmRecovery(server.url, clock=FastClock(), poll_interval_s=0.01)
 
-    result = await vllm.scale(3, old_num_dp_ranks=2, operation_id="op-1", timeout_s=0.05)
+    # The calls themselves may take a minute, whatever the clock says.
+    result = await vllm.scale(3, old_num_dp_ranks=2, operation_id="op-1", timeout_s=60)
+    vllm.close()
 
     assert result.outcome is OperationOutcome.FAILED
     assert "going back to 2" in result.reason
@@ -330,10 +340,10 @@ async def test_wrong_input_is_named(vllm: VllmRecovery, sglang: SglangRecovery) 
         VllmRecovery("nowhere")
 
 
-async def test_a_server_without_fault_tolerance_says_so(unused_tcp_port: int) -> None:
+async def test_a_server_without_fault_tolerance_says_so() -> None:
     """Nobody there: unreachable, not healthy."""
-    recovery = VllmRecovery(f"http://127.0.0.1:{unused_tcp_port}")
-
-    with pytest.raises(DriverError):
-        await recovery.status()
-    recovery.close()
+    with refusing_port() as port:
+        recovery = VllmRecovery(f"http://127.0.0.1:{port}")
+        with pytest.raises(DriverError):
+            await recovery.status()
+        recovery.close()

@@ -1,7 +1,7 @@
 """ClusterView, RegistryMember and what they read: the view outlives an outage; ids that clash."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from dsched.registry import (
 from dsched.registry.base import ChangeKind, Listing, RegistryEntry
 from dsched.registry.member import load_interval_s
 from dsched.registry.records import ELECTION_KEY
-from dsched.testing.etcd_nodes import free_ports
+from dsched.testing.ports import refusing_port
 
 Step = RegistryChange | Exception
 
@@ -391,18 +391,24 @@ async def test_conflicts_of_other_processes_are_seen(tmp_path: Path) -> None:
     assert conflict == "engine id e has more than one url: http://elsewhere:1, http://here:1"
 
 
-def etcd_member(*, is_required: bool) -> RegistryMember:
-    """A member whose only endpoint is a port that nobody listens on."""
-    (port,) = free_ports(1)
+@pytest.fixture
+def etcd_port() -> Iterator[int]:
+    """Where nobody listens."""
+    with refusing_port() as port:
+        yield port
+
+
+def etcd_member(port: int, *, is_required: bool) -> RegistryMember:
+    """A member with one endpoint."""
     registry = RegistryConfig(url=f"etcd://127.0.0.1:{port}", required=is_required)
     return RegistryMember(
         Config(registry=registry), clock=SystemClock(), instance_id="me", start_wait_s=0.3
     )
 
 
-async def test_start_waits_a_while_for_a_required_etcd_and_then_gives_up() -> None:
+async def test_start_waits_a_while_for_a_required_etcd_and_then_gives_up(etcd_port: int) -> None:
     """Not at the first refusal, and not for ever."""
-    member = etcd_member(is_required=True)
+    member = etcd_member(etcd_port, is_required=True)
     started_s = asyncio.get_running_loop().time()
 
     async with asyncio.timeout(10):
@@ -414,9 +420,9 @@ async def test_start_waits_a_while_for_a_required_etcd_and_then_gives_up() -> No
     assert waited_s >= 0.3
 
 
-async def test_start_does_not_wait_for_an_etcd_that_is_not_required() -> None:
+async def test_start_does_not_wait_for_an_etcd_that_is_not_required(etcd_port: int) -> None:
     """It is registered once it can be."""
-    member = etcd_member(is_required=False)
+    member = etcd_member(etcd_port, is_required=False)
 
     async with asyncio.timeout(10):
         await member.check()

@@ -17,7 +17,7 @@ from dsched.errors import RegistryError
 from dsched.registry import LeaseLostError, WatchLostError
 from dsched.registry.etcd import EtcdRegistry
 from dsched.registry.etcd_gateway import EtcdAccess, EtcdError, EtcdGateway
-from dsched.testing.etcd_nodes import free_ports
+from dsched.testing.ports import refusing_port
 
 ATTEMPT_S = 0.2
 HEADER = {"header": {"revision": "7"}}
@@ -165,14 +165,13 @@ async def test_a_member_of_another_cluster_is_not_believed(
 async def test_every_endpoint_is_named_with_its_fault(pair: tuple[Endpoint, Endpoint]) -> None:
     """Refused, slow, no etcd: one line says it all."""
     first, second = pair
-    (port,) = free_ports(1)
     first.answers["/v3/kv/range"] = hang
     second.answers["/v3/kv/range"] = BAD_ANSWERS["no etcd"]
-    gateway = make_gateway(f"127.0.0.1:{port}", first.address, second.address)
-
-    with pytest.raises(RegistryError) as caught:
-        await EtcdRegistry(gateway, prefix="/p/").get("k")
-    await gateway.close()
+    with refusing_port() as port:
+        gateway = make_gateway(f"127.0.0.1:{port}", first.address, second.address)
+        with pytest.raises(RegistryError) as caught:
+            await EtcdRegistry(gateway, prefix="/p/").get("k")
+        await gateway.close()
 
     assert str(caught.value) == (
         f"no etcd endpoint answers: http://127.0.0.1:{port}: Connect call failed "
@@ -200,15 +199,14 @@ async def test_compare_and_set_goes_on_where_nothing_can_have_happened(
     pair: tuple[Endpoint, Endpoint],
 ) -> None:
     """A refused connection has carried nothing."""
-    (port,) = free_ports(1)
     _, second = pair
     second.answers["/v3/kv/txn"] = lambda _: {**HEADER, "succeeded": True}
-    gateway = make_gateway(f"127.0.0.1:{port}", second.address)
-
-    revision = await EtcdRegistry(gateway, prefix="/p/").compare_and_set(
-        "k", b"v", expected_revision=3
-    )
-    await gateway.close()
+    with refusing_port() as port:
+        gateway = make_gateway(f"127.0.0.1:{port}", second.address)
+        revision = await EtcdRegistry(gateway, prefix="/p/").compare_and_set(
+            "k", b"v", expected_revision=3
+        )
+        await gateway.close()
 
     assert revision == 7
     (condition,) = second.bodies[0]["compare"]  # type: ignore[misc]
