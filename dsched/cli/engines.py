@@ -312,7 +312,7 @@ class FleetBuilder:
 def sim_model(name: str, *, token_cache_bytes: int = 0) -> ServedModel:
     """Tokenizer and chat template of the simulated engines."""
     tokenizer = build_sim_tokenizer()
-    cache = make_token_cache(token_cache_bytes)
+    cache = make_token_cache(name, token_cache_bytes)
     renderer = TemplateRenderer(tokenizer, chat_template=CHAT_TEMPLATE, cache=cache)
     return ServedModel(name=name, tokenizer=tokenizer, renderer=renderer, token_cache=cache)
 

@@ -77,7 +77,7 @@ class DeepseekRenderer:
         )
         self._encoding = encoding.with_tokenizer(self._tokenizer)
         self._cache: TokenCache | None = None
-        if cache is not None and is_usable(find_cuts(tokenizer)):
+        if cache is not None and is_usable(find_cuts(tokenizer), cache):
             self._cache = cache
             self._bare = _without_added_tokens(tokenizer)
         # Ids of added tokens may leave a gap, so their number says nothing of the largest.

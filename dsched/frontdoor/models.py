@@ -46,14 +46,14 @@ def load_model(
     """
     tokenizer = load_tokenizer(tokenizer_path)
     config = config or ModelConfig(name=name)
-    cache = make_token_cache(token_cache_bytes)
+    cache = make_token_cache(name, token_cache_bytes)
     renderer = _make_renderer(tokenizer_path, tokenizer, config, cache)
     return ServedModel(name=name, tokenizer=tokenizer, renderer=renderer, token_cache=cache)
 
 
-def make_token_cache(max_bytes: int) -> TokenCache | None:
+def make_token_cache(model: str, max_bytes: int) -> TokenCache | None:
     """Make the token cache of one model; 0 bytes are none."""
-    return TokenCache(max_bytes) if max_bytes else None
+    return TokenCache(max_bytes, model=model) if max_bytes else None
 
 
 def _make_renderer(

@@ -25,9 +25,10 @@ class TokenCache:
     """Parts of prompts with their ids, least recently used first. Safe to use from any thread: the
     lock is held to look up and to keep, never to tokenise."""
 
-    def __init__(self, max_bytes: int) -> None:
-        """Keep texts and ids of up to `max_bytes` together."""
+    def __init__(self, max_bytes: int, *, model: str | None = None) -> None:
+        """Keep texts and ids of up to `max_bytes` together; `model` is for the log."""
         self.max_bytes = max_bytes
+        self.model = model
         self.num_bytes = 0
         """What the kept parts take. An id counts as its place: the numbers are shared."""
         self.num_hit_tokens = 0
@@ -115,7 +116,7 @@ class PromptEncoder:
         self._cuts = Cuts()
         if cache is not None:
             self._cuts = find_cuts(tokenizer, min_chars=min_chars)
-            if not is_usable(self._cuts):
+            if not is_usable(self._cuts, cache):
                 self._cache = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -131,10 +132,10 @@ class PromptEncoder:
         return encode_whole(self._tokenizer, text, add_special_tokens=False)
 
 
-def is_usable(cuts: Cuts) -> bool:
-    """Whether texts may be cut so; if not, the log says why."""
+def is_usable(cuts: Cuts, cache: TokenCache) -> bool:
+    """Whether texts may be cut so; if not, the log says why the cache stays empty."""
     if cuts.reason is not None:
-        log.info("token_cache.unused", reason=cuts.reason)
+        log.info("token_cache.unused", model=cache.model, reason=cuts.reason)
     return cuts.reason is None
 
 
