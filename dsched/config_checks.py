@@ -25,6 +25,17 @@ from dsched.errors import ConfigError
 MAX_ENDPOINT_LENGTH = 4_096
 DEFAULT_PORTS = {"http": 80, "https": 443}
 CHAT_KEYS = ("chat_format", "tool_call_format", "reasoning_format")
+_RANKS_KEY = "say it in $.launch.data_parallel_size"
+LAUNCH_OWN_ARGS = {
+    "--host": "dsched talks to its engines on 127.0.0.1",
+    "--port": "dsched chooses a free one for each engine",
+    "--data-parallel-size": _RANKS_KEY,
+    "-dp": _RANKS_KEY,
+    "--dp-size": _RANKS_KEY,
+    "--dp": _RANKS_KEY,
+}
+"""Arguments by which dsched would look for an engine or its ranks where they are not. Everything
+else that it passes may be overridden."""
 ETCD_SCHEME = "etcd://"
 ETCD_PORT = 2_379
 ETCD_PREFIX = "dsched"
@@ -303,6 +314,14 @@ def _check_launch(config: Config) -> None:
     if launch.engine != "sim" and not launch.model:
         raise ConfigError(f"$.launch.model: engine {launch.engine!r} needs a model folder")
     _check_chat("$.launch", launch, has_tokenizer=launch.engine != "sim")
+    for index, arg in enumerate(launch.args):
+        # Both engines take underscores for hyphens.
+        name = arg.partition("=")[0].replace("_", "-")
+        if name in LAUNCH_OWN_ARGS:
+            raise ConfigError(
+                f"$.launch.args[{index}]: {arg!r} is not for engines that dsched starts; "
+                f"{LAUNCH_OWN_ARGS[name]}"
+            )
     if launch.engine == "sim" and launch.data_parallel_size > 1:
         raise ConfigError(
             f"$.launch.data_parallel_size: {launch.data_parallel_size} is for real engines; "

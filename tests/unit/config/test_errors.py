@@ -8,6 +8,7 @@ import pytest
 from dsched.config_load import MAX_FILE_BYTES, load_config, parse_config
 from dsched.errors import ConfigError
 
+LAUNCH = "launch: {{engine: vllm, model: m, args: [--dtype, float32, {}, '80']}}"
 POOL = "pools: {{decode: {{model: {{name: m}}, engines: [{}]}}}}"
 
 PAIR = """
@@ -60,6 +61,10 @@ def error_of(text: str) -> str:
         ("pools: {a: {model: {name: m}}}", "$.pools.a: missing key `engines`"),
         ("launch: {args: x}", "$.launch.args: expected a list, got text"),
         ("launch: {args: [a, 1]}", "$.launch.args[1]: expected `str`, got `int`"),
+        (LAUNCH.format("--port"), "$.launch.args[2]: '--port' is not for engines"),
+        (LAUNCH.format("--port=80"), "$.launch.args[2]: '--port=80' is not for"),
+        (LAUNCH.format("--data_parallel_size"), "$.launch.args[2]: '--data_parallel_size' is not"),
+        (LAUNCH.format("--dp"), "$.launch.args[2]: '--dp' is not for engines"),
         ("logging: {level: warn}", "$.logging.level: 'warn' is none of debug, info"),
         ("routing: {queue_timeout_s: .inf}", "$.routing.queue_timeout_s: inf is not a finite"),
         ("routing: {queue_timeout_s: .nan}", "$.routing.queue_timeout_s: nan is not a finite"),
