@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import structlog
@@ -58,7 +59,13 @@ async def _serve(loaded: LoadedConfig, *, is_quiet: bool) -> None:
     loop.add_signal_handler(signal.SIGHUP, hang_up)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    if not await _start_unless(service, stopping):
+
+    def end_at_once_from_now() -> None:
+        """Leave a second Ctrl-C to Python."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    if not await _start_unless(service, stopping, on_told=end_at_once_from_now):
         return
     settle_garbage_collector()
     if not is_quiet:
@@ -67,9 +74,7 @@ async def _serve(loaded: LoadedConfig, *, is_quiet: bool) -> None:
     reloader = asyncio.create_task(_reload_when_asked(service, reloading))
     await stopping.wait()
     reloader.cancel()
-    # A second Ctrl-C ends at once.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.remove_signal_handler(number)
+    end_at_once_from_now()
     await service.stop()
     end_if_stuck()
 
@@ -91,8 +96,13 @@ class Terminal:
         return bool(lost)
 
 
-async def _start_unless(service: Service, stopping: asyncio.Event) -> bool:
-    """Start the service; false when it was told to stop before it was up, and has stopped."""
+async def _start_unless(
+    service: Service, stopping: asyncio.Event, *, on_told: Callable[[], None]
+) -> bool:
+    """Start the service; false when it was told to stop before it was up, and has stopped.
+
+    `on_told` is called before that stop begins.
+    """
     starting = asyncio.create_task(service.start())
     told = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
@@ -100,6 +110,7 @@ async def _start_unless(service: Service, stopping: asyncio.Event) -> bool:
     if starting.done():
         await starting
         return True
+    on_told()
     starting.cancel()
     try:
         await starting

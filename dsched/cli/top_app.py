@@ -183,11 +183,13 @@ class TopApp(App[None]):
 
     async def _look(self, client: LiveClient) -> None:
         try:
-            self.snapshot = await client.read()
+            snapshot = await client.read()
         except LiveError as error:
             self.fault = str(error)
         else:
-            self.fault = None
+            if self.is_held and self.snapshot is not None:  # since it was asked for
+                return
+            self.snapshot, self.fault = snapshot, None
             self._heard_ns = self._clock.now_ns()
         self.draw()
 

@@ -97,6 +97,8 @@ class EngineKeeper:
             DriverError: a process cannot be started. `stop` ends what was started.
         """
         await self._launch()
+        if self._is_stopping:  # nobody would end the task
+            return
         self._task = asyncio.get_running_loop().create_task(self._keep())
         self._task.add_done_callback(self._say_if_it_failed)
 

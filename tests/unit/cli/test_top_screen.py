@@ -2,14 +2,17 @@
 
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import cast
 
 import pytest
 
+from dsched.cli.live_client import LiveClient
 from dsched.cli.live_rows import RowMode, SortKey
 from dsched.cli.live_text import ASCII, UNICODE, plain
 from dsched.frontdoor.admin import AdminServer
+from dsched.frontdoor.live import LiveSnapshot
 from dsched.testing.live_page import serve_live
-from dsched.testing.live_snapshots import MadeUpSource, Shape
+from dsched.testing.live_snapshots import MadeUpSource, Shape, make_snapshot
 
 pytest.importorskip("textual", reason="the screen needs the extra tui")
 
@@ -152,6 +155,28 @@ async def test_filter_and_modes(serve: Serve) -> None:
         assert app.focused is app.rows
         await pilot.press("escape")
         await settle(pilot, lambda: app.rows.num_rows == 16)
+
+
+async def test_a_picture_that_was_asked_for_before_the_hold_is_not_shown() -> None:
+    """The first is: there would be nothing to hold."""
+
+    class LateClient:
+        def __init__(self, seq: int) -> None:
+            self.seq = seq
+
+        async def read(self) -> LiveSnapshot:
+            app.is_held = True
+            return make_snapshot(seq=self.seq)
+
+    app = make_app("http://127.0.0.1:9")
+    async with app.run_test(size=(80, 30)) as pilot:
+        app.workers.cancel_all()
+        for seq in (1, 2):
+            await app._look(cast(LiveClient, LateClient(seq)))
+        await pilot.pause()
+
+    assert app.snapshot is not None
+    assert app.snapshot.seq == 1
 
 
 async def test_hold_keeps_the_picture(serve: Serve) -> None:

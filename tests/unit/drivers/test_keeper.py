@@ -283,6 +283,30 @@ async def test_stop_while_it_is_being_started(world: World, *, is_first: bool) -
     assert all(engine.is_gone for engine in world.launched)
 
 
+async def test_start_that_goes_on_beside_a_stop_keeps_nothing(world: World) -> None:
+    """Its servers have been ended, and would be started again and again."""
+    gate, reached = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        reached.set()
+        await gate.wait()
+
+    world.before_launch = wait
+    world.may_sleep.clear()
+    starting = asyncio.create_task(world.keeper.start())
+    await reached.wait()
+    stopping = asyncio.create_task(world.keeper.stop())
+    await asyncio.sleep(0)
+    gate.set()
+    with capture_logs() as logs:
+        await asyncio.gather(starting, stopping)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    assert world.launched[0].is_gone
+    assert "engine.died" not in [each["event"] for each in logs]
+
+
 async def test_start_that_fails_while_it_stops_is_nobodys_news(world: World) -> None:
     """Whoever started it has gone already."""
     gate, reached = asyncio.Event(), asyncio.Event()
