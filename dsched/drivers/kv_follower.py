@@ -204,14 +204,24 @@ class _Followed:
     # ---- messages
 
     def _read(self) -> None:
-        # ZeroMQ's descriptor signals edges, not levels: read until empty, or come back unasked.
+        # ZeroMQ's descriptor signals edges, not levels: read until empty, or come back unasked,
+        # also after a fault.
+        is_empty = False
+        try:
+            is_empty = self._read_some()
+        finally:
+            if not is_empty:
+                self._loop.call_soon(self._read)
+
+    def _read_some(self) -> bool:
+        """Whether nothing is left to read."""
         for _ in range(MAX_MESSAGES_A_WAKE):
             if self._is_closed:
-                return
+                return True
             # Replays first: live messages may wait for them.
             if not (self._receive(self._replays) or self._receive(self._events)):
-                return
-        self._loop.call_soon(self._read)
+                return True
+        return False
 
     def _receive(self, socket: "zmq.Socket[bytes] | None") -> bool:
         """Take one message; `False` if there is none."""

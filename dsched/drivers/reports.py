@@ -272,17 +272,26 @@ class ReportReader:
         return True
 
     def _read(self) -> None:
-        # ZeroMQ's descriptor signals edges, not levels: read until empty, or come back unasked.
+        # ZeroMQ's descriptor signals edges, not levels: read until empty, or come back unasked,
+        # also after a fault.
+        is_empty = False
+        try:
+            is_empty = self._read_some()
+        finally:
+            if not is_empty and self._loop is not None:
+                self._loop.call_soon(self._read)
+
+    def _read_some(self) -> bool:
+        """Whether nothing is left to read."""
         for _ in range(MAX_MESSAGES_A_WAKE):
             if self._socket is None:
-                return
+                return True
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return True
             self.receive(frames)
-        if self._loop is not None and self._socket is not None:
-            self._loop.call_soon(self._read)
+        return False
 
     def receive(self, frames: list[bytes]) -> None:
         """Take one message as the socket delivers it: the sender's identity, then the payload."""

@@ -386,6 +386,38 @@ async def test_unknown_sender_is_asked_for_a_hello_once() -> None:
         reader.close()
 
 
+async def test_a_fault_of_a_subscriber_makes_nobody_deaf() -> None:
+    """ZeroMQ tells of what comes after what was read, not of what lies there unread."""
+    reader = ReportReader(endpoint="tcp://127.0.0.1:0")
+
+    class Faulty(Heard):
+        def on_hello(self, hello: AgentHello) -> None:
+            raise ZeroDivisionError
+
+    heard = Faulty()
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: faults.append(context["exception"])
+    )
+    reader.subscribe(ENGINE, heard)
+    reader.start()
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(reader.endpoint)
+    try:
+        for message in (hello(), report(1), report(2)):
+            dealer.send(ENCODER.encode(message))
+        async with asyncio.timeout(10):
+            while len(heard.messages) < 2:
+                await asyncio.sleep(0.002)
+    finally:
+        context.destroy(linger=0)
+        reader.close()
+
+    assert heard.messages == [report(1), report(2)]
+    assert list(map(type, faults)) == [ZeroDivisionError]
+
+
 async def test_flood_leaves_the_event_loop_its_turns() -> None:
     """Thousands of waiting messages are read in portions, and all of them are read."""
     reader = ReportReader(endpoint="tcp://127.0.0.1:0")

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from dsched.drivers.local import free_port
 from dsched.faults import MembershipView
 from dsched.faults.membership import GroupView, RankView
 from dsched.ids import DpRank, EngineId, RankId
+from dsched.routing.prefix_index import EventOutcome
 from dsched.states import RankState
 
 ENGINE = EngineId("p0")
@@ -238,6 +240,30 @@ async def test_a_restart_that_nobody_noticed_is_noticed_here(world: World) -> No
 
     await world.until(lambda: world.cached() == BLOCK)
     assert world.follower.num_batches["restarted"] == 1
+
+
+async def test_a_fault_of_ours_makes_no_rank_deaf(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ tells of what comes after what was read, not of what lies there unread."""
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: faults.append(context["exception"])
+    )
+    world.say(RankState.UP)
+    await world.connected()
+    own = world.follower.apply
+
+    def fail_once(*args: Any) -> EventOutcome:
+        monkeypatch.setattr(world.follower, "apply", own)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(world.follower, "apply", fail_once)
+    for number in range(3):
+        world.publisher.store(1, first=number)
+
+    await world.until(lambda: world.cached() == 3 * BLOCK)
+    assert list(map(type, faults)) == [ZeroDivisionError]
 
 
 async def test_messages_that_cannot_be_read_change_nothing(world: World) -> None:
