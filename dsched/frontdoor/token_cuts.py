@@ -119,7 +119,7 @@ def find_cuts(tokenizer: Tokenizer, *, min_chars: int = MIN_SEGMENT_CHARS) -> Cu
     if reason is not None:
         return Cuts(reason=reason)
     tokens = [token for token in document.added_tokens if token.content]
-    if document.normalizer is not None:
+    if any(each["type"] != "Sequence" for each in _flat(document.normalizer)):
         # Those are looked for when the text has been normalized: a cut inside it is another text.
         tokens = [token for token in tokens if not token.normalized]
     firm = firm_tokens(tokens)

@@ -86,9 +86,10 @@ def deepseek() -> Tokenizer:
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = _byte_bpe(pre_tokenizers.Sequence([digits, words, level]))
     tokenizer.normalizer = normalizers.Sequence([])
-    marks = [special("<｜begin▁of▁sentence｜>"), plain("<｜User｜>"), plain("<｜Assistant｜>")]
-    # As in their files: a token that is looked for in normalized text.
-    return _add(tokenizer, [*marks, AddedToken("<think>", normalized=True), special("<|im_end|>")])
+    # As in their files: turns begin with tokens that are looked for in normalized text.
+    turns = [AddedToken(text, normalized=True) for text in ("<｜User｜>", "<｜Assistant｜>")]
+    marks = [special("<｜begin▁of▁sentence｜>"), special("<｜end▁of▁sentence｜>"), plain("<think>")]
+    return _add(tokenizer, [*marks, *turns])
 
 
 def roberta() -> Tokenizer:
