@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from dsched.frontdoor import FrontDoor, ServedModel
 from dsched.frontdoor.api import INLINE_CHARS
@@ -65,20 +66,20 @@ async def test_two_requests_of_one_id_get_two_inside(
     assert control.num_submitted == 2
 
 
-async def test_a_fault_of_ours_is_answered(
-    port: int, door: FrontDoor, renderer: Renderer, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_fault_of_ours_is_answered(port: int, door: FrontDoor, renderer: Renderer) -> None:
     """A client that is never answered would wait for ever."""
     renderer.error = RuntimeError("a fault")
     renderer.goes_on.set()
-    async with RawClient(port) as client:
-        client.post("/v1/completions", LONG)
-        answer = await client.answer()
+    with capture_logs() as lines:
+        async with RawClient(port) as client:
+            client.post("/v1/completions", LONG)
+            answer = await client.answer()
 
     assert answer.status == 500
     assert answer.error()["code"] == "internal"
     assert door.num_open_requests == 0
-    assert "a fault" in capsys.readouterr().out
+    failed = [line for line in lines if line["event"] == "request.failed"]
+    assert [line["exc_info"] for line in failed] == [renderer.error]
 
 
 async def test_a_prompt_that_is_not_tokenised_at_the_stop_is_answered(
