@@ -114,8 +114,8 @@ def find_cuts(tokenizer: Tokenizer, *, min_chars: int = MIN_SEGMENT_CHARS) -> Cu
     except msgspec.MsgspecError as error:
         return Cuts(reason=f"its file has another form: {error}")
     reason = _refusal(document)
-    if reason is None and tokenizer.encode_special_tokens:
-        reason = "it encodes special tokens as text"
+    if reason is None:
+        reason = _refusal_of(tokenizer, document.added_tokens)
     if reason is not None:
         return Cuts(reason=reason)
     tokens = [token for token in document.added_tokens if token.content]
@@ -166,6 +166,18 @@ def _refusal(document: _Document) -> str | None:
     return None
 
 
+def _refusal_of(tokenizer: Tokenizer, tokens: Sequence[_AddedToken]) -> str | None:
+    if tokenizer.encode_special_tokens:
+        return "it encodes special tokens as text"
+    normalizer = tokenizer.normalizer
+    if normalizer is not None:
+        texts = [token.content for token in tokens if token.normalized and token.content]
+        if not all(map(normalizer.normalize_str, texts)):
+            # The library then finds it everywhere, and may take all memory there is for one text.
+            return "an added token is normalized to nothing"
+    return None
+
+
 def _flat(part: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
     """Return a part and, of a sequence, its members."""
     if part is None:
@@ -179,19 +191,29 @@ def _flat(part: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
 
 def firm_tokens(tokens: Sequence[_AddedToken]) -> list[str]:
     """Return the tokens that are found wherever they stand: no other of `tokens` can hold one, or
-    overlap its beginning, and none reaches to its left. O(characters of all tokens)."""
+    overlap its beginning, and none reaches to its left. Those of normalized text are looked for
+    last: no other may overlap one at all. O(tokens * characters of all tokens)."""
     contents = {token.content for token in tokens}
     if len(contents) < len(tokens):
         return []  # which of two with one spelling is found is not ours to know
     together = "\0".join(contents)
     ends = {text[place:] for text in contents for place in range(1, len(text))}
+    early = [token.content for token in tokens if not token.normalized]
+    beginnings = {text[:place] for text in early for place in range(1, len(text))}
     firm = []
     for token in tokens:
         text = token.content
         if token.lstrip or text != text.strip() or "\0" in text or together.count(text) > 1:
             continue
-        if not any(text[:place] in ends for place in range(1, len(text))):
-            firm.append(text)
+        places = range(1, len(text))
+        if any(text[:place] in ends for place in places):
+            continue
+        if token.normalized and (
+            any(each in text for each in early)
+            or any(text[place:] in beginnings for place in places)
+        ):
+            continue
+        firm.append(text)
     return firm
 
 

@@ -121,7 +121,9 @@ def test_chats_get_the_ids_of_a_renderer_without_a_cache(
     assert [cached.render_chat(body).token_ids for _ in range(2)] == [expected] * 2
 
 
-PIECES = st.text("ab< |>\n", min_size=1, max_size=5)
+PIECES = st.one_of(
+    st.text("ab|", min_size=1, max_size=3), st.text("ab< |>\n", min_size=1, max_size=5)
+)
 TOKENS = st.lists(
     st.builds(
         AddedToken,
@@ -153,6 +155,11 @@ PRE_TOKENIZERS = (
 MERGES = [("a", "b"), ("<", "|"), ("ab", "<|"), ("▁", "a"), ("|", ">")]
 
 
+def normalized_text(tokenizer: Tokenizer, token: AddedToken) -> str:
+    is_changed = token.normalized and tokenizer.normalizer is not None
+    return tokenizer.normalizer.normalize_str(token.content) if is_changed else token.content
+
+
 def odd_tokenizer(tokens: Sequence[AddedToken], *, normalizer: int, pre: int) -> Tokenizer:
     """A tokenizer in which most tokens touch each other."""
     letters = ["a", "b", "<", "|", ">", "▁", "Ġ", "Ċ", " ", "\n", "?"]
@@ -179,6 +186,8 @@ def test_tokens_that_touch_are_no_cuts(
 ) -> None:
     """Whatever the added tokens are and do to their neighbours."""
     tokenizer = odd_tokenizer(tokens, normalizer=normalizer, pre=pre)
+    # The library itself may take all memory for a text; `find_cuts` refuses such tokenizers.
+    assume(all(normalized_text(tokenizer, token) for token in tokens))
     contents = [token.content for token in tokens] or ["a"]
     fragments = st.one_of(st.sampled_from(contents), st.text("ab< |>\n", max_size=3))
     text = data.draw(st.lists(fragments, max_size=8).map("".join))

@@ -154,6 +154,11 @@ def add_dropout(tokenizer: Tokenizer) -> None:
     tokenizer.model.dropout = 0.1
 
 
+def add_vanishing(tokenizer: Tokenizer) -> None:
+    tokenizer.add_tokens([AddedToken("\n", normalized=True)])
+    tokenizer.normalizer = normalizers.Strip()
+
+
 def encode_specials(tokenizer: Tokenizer) -> None:
     tokenizer.encode_special_tokens = True
 
@@ -166,6 +171,7 @@ def encode_specials(tokenizer: Tokenizer) -> None:
         (add_dropout, "its model has dropout"),
         (add_single_word, "an added token is only found as a word"),
         (encode_specials, "it encodes special tokens as text"),
+        (add_vanishing, "an added token is normalized to nothing"),
     ],
 )
 def test_tokenizers_that_cannot_be_cut_are_left_alone(
@@ -178,7 +184,8 @@ def test_tokenizers_that_cannot_be_cut_are_left_alone(
 
     with capture_logs() as logs:
         encoder = PromptEncoder(tokenizer, cache=store)
-    encoder.encode("<|im_start|>word " * 100, add_special_tokens=True)
+    if spoil is not add_vanishing:  # the library may take all memory there is for a text
+        encoder.encode("<|im_start|>word " * 100, add_special_tokens=True)
 
     event = {"event": "token_cache.unused", "log_level": "info", "model": "m", "reason": reason}
     assert logs == [event]
@@ -200,6 +207,16 @@ def test_tokens_of_normalized_text_are_no_cuts() -> None:
         ["<|im_end|>"],
     )
     assert without.findall("a<turn>") == ["<turn>"]
+
+
+@pytest.mark.parametrize("early", ["<tu", "rn", "n>", "n>x", "x<"])
+def test_tokens_of_normalized_text_yield_to_all_others(early: str) -> None:
+    """They are looked for last, so a token that is looked for first may take a piece of one."""
+    first = AddedToken(early, normalized=False)
+
+    assert "<turn>" not in firm_tokens([AddedToken("<turn>", normalized=True), first])
+    is_free = early != "x<"  # only what begins before it takes it from the longer one
+    assert ("<turn>" in firm_tokens([AddedToken("<turn>", normalized=False), first])) == is_free
 
 
 def test_two_tokens_with_one_spelling_are_no_cuts() -> None:
