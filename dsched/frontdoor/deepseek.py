@@ -80,6 +80,8 @@ class DeepseekRenderer:
         if cache is not None and is_usable(find_cuts(tokenizer), cache):
             self._cache = cache
             self._bare = _without_added_tokens(tokenizer)
+            added = tokenizer.get_added_tokens_decoder()
+            self._added_ids = {token.content: token_id for token_id, token in added.items()}
         # Ids of added tokens may leave a gap, so their number says nothing of the largest.
         self._vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         self._hidden_ids = self._find_control_ids(chat_format)
@@ -149,7 +151,7 @@ class DeepseekRenderer:
         end = 0
         for start, stop in rendered.special_ranges:
             parts.append(prompt[end:start])
-            token_id = self._plain.token_to_id(prompt[start:stop])
+            token_id = self._added_ids.get(prompt[start:stop])
             if token_id is None:
                 return self._encoding.encode(conversation)  # the library says what is wrong
             parts.append(token_id)
