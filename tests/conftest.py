@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from dsched.testing.engines import SharedEngines, TinyEngines
 from dsched.testing.etcd_nodes import NO_ETCD, EtcdNodes, is_etcd_there, running_etcd
@@ -74,7 +75,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End SGLang's servers after their last test."""
+    """End SGLang's servers after their last test; what a test set up for its log is not the next
+    one's."""
+    structlog.reset_defaults()
     is_next = nextitem is not None and nextitem.get_closest_marker("sglang")
     if item.get_closest_marker("sglang") and not is_next:
         for each in SHARED_SGLANG.values():

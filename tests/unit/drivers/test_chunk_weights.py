@@ -153,6 +153,7 @@ def test_the_environment_names_the_policy_and_its_arguments(settings: ChunkSetti
     weights = load_chunk_weights(settings, RULE)
 
     assert weights is not None
+    weights.guard._budget_ns = 30_000_000_000  # a busy machine is no reason to fail
     assert weights.ask(PROMPTS) == (2.0, 2.0, 2.0)
     weights.guard.close()
     assert chunk_weights_environment(PolicyConfig()) == {}
