@@ -94,8 +94,9 @@ class FrontDoorConfig(Section, frozen=True, kw_only=True):
     takes as long as the longest answer."""
     token_cache_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 128 * 1024 * 1024
     """Memory, for each model, of prompts that were tokenised before; 0 tokenises every prompt
-    whole. A token takes about 12 bytes with its text. Below: chats are tokenised again at every
-    turn. Above: memory is kept for chats that have ended."""
+    whole. A token takes about 12 bytes with its text; a text that takes more than a fourth is not
+    kept. Below: chats are tokenised again at every turn. Above: memory is kept for chats that have
+    ended."""
     server_header: str = "dsched"
     """Value of the `Server` response header; empty leaves the header out."""
 

@@ -19,6 +19,9 @@ log = structlog.get_logger(__name__)
 
 ENTRY_BYTES = 128
 """What a kept part takes besides its text and its ids: the place in an ordered dictionary."""
+MAX_SHARE = 4
+"""A part that takes more than this fraction of the memory is not kept: one document that is seen
+once would push out all chats."""
 
 
 class TokenCache:
@@ -87,9 +90,11 @@ class TokenCache:
             self.num_hit_tokens += num_tokens - num_missed_tokens
             self.num_missed_tokens += num_missed_tokens
             for part, ids in fresh.items():
-                if part not in self._parts:  # another thread may have been faster
+                num_bytes = entry_bytes(part, ids)
+                # Another thread may have been faster.
+                if part not in self._parts and num_bytes <= self.max_bytes // MAX_SHARE:
                     self._parts[part] = ids
-                    self.num_bytes += entry_bytes(part, ids)
+                    self.num_bytes += num_bytes
             while self.num_bytes > self.max_bytes:
                 self.num_bytes -= entry_bytes(*self._parts.popitem(last=False))
 

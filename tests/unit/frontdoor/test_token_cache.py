@@ -78,20 +78,23 @@ def test_short_texts_are_not_kept(encoder: PromptEncoder, store: TokenCache) -> 
 def test_least_recently_used_part_makes_room() -> None:
     """A part that is asked for again stays; what was longest unused goes."""
     size = entry_bytes("a", (97,))
-    store = TokenCache(2 * size)
-    for part in ("a", "b", "a", "c"):
+    store = TokenCache(4 * size)
+    for part in ("a", "b", "c", "d", "a", "e"):
         store.ids_of([part], letters)
 
-    assert [part for part, _ in store.items()] == ["a", "c"]
-    assert store.num_bytes == 2 * size
+    assert [part for part, _ in store.items()] == ["c", "d", "a", "e"]
+    assert store.num_bytes == 4 * size
 
 
-def test_part_above_the_budget_is_not_kept() -> None:
-    """It goes at once, and takes nothing wrong with it from the books."""
-    store = TokenCache(10)
+def test_part_that_would_push_out_the_others_is_not_kept() -> None:
+    """One long document, seen once, does not cost every chat its place."""
+    size = entry_bytes("a", (97,))
+    store = TokenCache(4 * size)
+    store.ids_of(["a"], letters)
 
     assert store.ids_of(["abc"], letters) == [97, 98, 99]
-    assert (len(store), store.num_bytes) == (0, 0)
+    assert [part for part, _ in store.items()] == ["a"]
+    assert store.num_bytes == size
 
 
 def test_numbers_are_ids_already(store: TokenCache) -> None:
