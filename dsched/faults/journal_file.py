@@ -305,7 +305,7 @@ class SqliteJournal(MemoryJournal):
     def _open_file(self) -> bool:
         try:
             is_another_file = self._file.open()
-        except (sqlite3.Error, OSError, JournalError) as error:
+        except Exception as error:  # the door, see `_write_batch`
             self._note_failure(error, [])
             return False
         if is_another_file:
@@ -332,7 +332,8 @@ class SqliteJournal(MemoryJournal):
     def _write_batch(self, batch: list[JournalEntry], pieces: list[TokenPiece]) -> bool:
         try:
             ended = self._file.write(batch, pieces)
-        except (sqlite3.Error, OSError, JournalError) as error:
+        except Exception as error:
+            # The door: also a fault of ours must not end the thread, and nobody the wiser.
             self._note_failure(error, batch)
             return False
         with self._lock:
@@ -375,7 +376,7 @@ class SqliteJournal(MemoryJournal):
             self._file.expire(
                 max_retained_requests=self._max_retained_requests, retention_s=self._retention_s
             )
-        except (sqlite3.Error, OSError, JournalError) as error:
+        except Exception as error:  # the door, see `_write_batch`
             self._note_failure(error, [])
             return False
         return True

@@ -533,6 +533,29 @@ def test_tokens_that_could_not_be_written(path: Path, journal: SqliteJournal) ->
     assert journal.status().num_pending_requests == 0
 
 
+def test_fault_of_ours_does_not_end_the_writer(
+    path: Path, journal: SqliteJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal says that it does not write, and writes what it has once it can."""
+
+    def fail(*_: object) -> None:
+        raise OverflowError("a fault of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_file._Rows, "insert", fail)
+        serve(journal, "r", [1, 2], end=None)
+        assert not journal.flush()
+        reason = str(journal.status().degraded_reason)
+        assert not journal.status().is_durable
+    assert journal.flush()
+
+    (found,) = read_unfinished(path)
+
+    assert "a fault of ours" in reason
+    assert found.output_token_ids == (1, 2)
+    assert journal.status().is_durable
+
+
 def test_tokens_alone_wake_the_writer(path: Path, journal: SqliteJournal) -> None:
     """Nobody has to ask for a flush."""
     request_id = serve(journal, "r", [1, 2], end=None)
