@@ -177,15 +177,17 @@ def test_a_policy_that_never_ends_is_interrupted(runaway: Any) -> None:  # noqa:
     assert policy_threads() == []
 
 
+def answer_late() -> int:
+    """Keep the interpreter's lock for 50 ms, where nobody may ask for it sooner."""
+    end_ns = time.monotonic_ns() + 50_000_000
+    while time.monotonic_ns() < end_ns:
+        pass
+    return 1
+
+
 def test_a_policy_that_answers_just_too_late_leaves_no_thread() -> None:
     """Done before anyone could interrupt it, its thread waits for another call."""
     switch_interval_s = sys.getswitchinterval()
-
-    def answer_late() -> int:
-        end_ns = time.monotonic_ns() + 50_000_000
-        while time.monotonic_ns() < end_ns:  # keeps the interpreter's lock meanwhile
-            pass
-        return 1
 
     try:
         sys.setswitchinterval(30.0)
@@ -201,12 +203,6 @@ def test_a_policy_that_answers_just_too_late_leaves_no_thread() -> None:
 def test_a_policy_thread_that_is_interrupted_as_it_takes_a_lock_holds_nobody_up() -> None:
     """A lock of the standard library that is written in Python would be left taken for ever."""
     switch_interval_s = sys.getswitchinterval()
-
-    def answer_late() -> int:
-        end_ns = time.monotonic_ns() + 50_000_000
-        while time.monotonic_ns() < end_ns:  # keeps the interpreter's lock meanwhile
-            pass
-        return 1
 
     def wait_for_interruption(frame: Any, event: str, _: object) -> None:  # noqa: ANN401
         if (
