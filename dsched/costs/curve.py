@@ -46,6 +46,8 @@ from dsched.costs.tables import (
 
 NS_PER_SECOND = 1_000_000_000
 NS_PER_MS = 1_000_000
+MAX_EXTRA_NS = 1 << 62
+"""Longest time above the last tier: 146 years. Beyond, a whole number of 64 bits turns negative."""
 
 MAX_DENSE_TIERS = 65_536
 """Tiers that a straight-line table is expanded to, one a token; longer tables get wider tiers."""
@@ -290,7 +292,7 @@ class StepCostCurve:
         index = np.searchsorted(self.tier_tokens, tokens)
         ns: NDArray[np.int64] = self.tier_ns[np.minimum(index, last)]
         extra_tokens = np.maximum(tokens - self.tier_tokens[last], 0)
-        ns += np.rint(extra_tokens * self.slope_ns).astype(np.int64)
+        ns += np.minimum(np.rint(extra_tokens * self.slope_ns), MAX_EXTRA_NS).astype(np.int64)
         return ns
 
 
