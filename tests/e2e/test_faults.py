@@ -83,7 +83,7 @@ async def lose_server_after(cluster: Cluster, num_tokens: int, how: str) -> None
     await getattr(victim, how)()
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("is_stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("after", "how"), [(0, "kill"), (1, "kill"), (4, "stop"), (7, "kill")])
 async def test_losing_the_server_changes_nothing(
     cluster: Cluster, after: int, how: str, *, is_stream: bool

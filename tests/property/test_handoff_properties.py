@@ -248,7 +248,7 @@ def test_cases_are_what_they_are_for() -> None:
 
 
 @pytest.mark.parametrize(("name", "place"), EVERY_PLACE)
-@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("is_stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_kill_at_every_token_changes_nothing(name: str, place: int, *, is_stream: bool) -> None:
     """Text, finish reason, usage and the number of ends equal those of the undisturbed run."""
     case = CASES[name]
